@@ -1,0 +1,731 @@
+"""RelPos in PyTorch: an encoder-decoder Transformer whose self-attention knows relative positions (Shaw et al. 2018)."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention_relpos import attention_by_rows, relative_rows
+from .configuration_relpos import RelPosConfig
+from .pipeline_relpos import TranslationPipeline  # noqa: F401 (so that the file travels with a saved model)
+
+logger = logging.get_logger(__name__)
+
+
+def shift_tokens_right(labels: torch.Tensor, pad_token_id: int, decoder_start_token_id: int) -> torch.Tensor:
+    """Decoder inputs of teacher forcing: the labels moved one to the right behind the start token, -100 as padding.
+
+    Args:
+        labels: [batch, targets].
+
+    Returns:
+        [batch, targets].
+    """
+    shifted = labels.roll(1, dims=-1)
+    shifted[:, :1] = decoder_start_token_id  # a slice, so that labels of no length pass
+    return shifted.masked_fill(shifted == -100, pad_token_id)
+
+
+def token_positions(
+    attention_mask: torch.Tensor | None, past: torch.Tensor | int, length: int, device: torch.device
+) -> torch.Tensor:
+    """Absolute positions of the last `length` tokens, counted from the mask, so that padding on the left moves nothing.
+
+    Args:
+        attention_mask: [batch, past + length], zero at padding. Without it, or where it is a ready-made 4-D mask, tokens
+            are counted from the start of the cache.
+        past: Tokens in the cache.
+
+    Returns:
+        [batch, length] or [1, length] of int64; 0 at padding on the left.
+    """
+    if attention_mask is None or attention_mask.dim() != 2:
+        return (torch.arange(length, device=device) + past)[None]
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+
+
+class RelPosSinusoidalPositions(nn.Module):
+    """Sinusoidal positions of Vaswani et al. 2017, section 3.5, sines in the first half and cosines in the second.
+
+    Computed from the positions at hand: there is no table, so no longest sequence, and nothing to save.
+    """
+
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.d_model = d_model
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """[batch, length] -> [batch, length, d_model], float32."""
+        exponent = torch.arange(0, self.d_model, 2, device=positions.device, dtype=torch.float32) / self.d_model
+        angles = positions[..., None].float() * 10000.0**-exponent
+        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class RelPosLearnedPositions(nn.Embedding):
+    """A learned vector for each of the first `max_position_embeddings` positions."""
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError where `length` tokens do not fit."""
+        if length > self.num_embeddings:
+            raise ValueError(
+                f"The sequence may reach {length} tokens, but `max_position_embeddings` is {self.num_embeddings} and "
+                "`absolute_position` is 'learned': shorten the input, lower `max_new_tokens`, or use a model with "
+                "relative positions alone, which have no ceiling."
+            )
+
+
+def _absolute_positions(config: RelPosConfig) -> nn.Module | None:
+    if config.absolute_position == "sinusoidal":
+        return RelPosSinusoidalPositions(config.d_model)
+    if config.absolute_position == "learned":
+        return RelPosLearnedPositions(config.max_position_embeddings, config.d_model)
+    return None
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without positions for Transformers' attention interface: [batch, heads, length, dim] in, [batch, queries,
+    heads, dim] and the weights out."""
+    output, weights = attention_by_rows(query, key, value, scaling=scaling, mask=attention_mask, dropout=dropout)
+    return output.transpose(1, 2), weights
+
+
+class RelPosAttention(nn.Module):
+    """Multi-head attention: self-attention with relative positions where the configuration has them, or cross-attention,
+    which has none, since source and target indices share no axis."""
+
+    def __init__(
+        self,
+        config: RelPosConfig,
+        num_heads: int,
+        *,
+        is_cross_attention: bool = False,
+        is_causal: bool = False,
+        layer_idx: int | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.num_heads = num_heads
+        self.head_dim = config.d_model // num_heads
+        self.scaling = self.head_dim**-0.5
+        self.dropout = config.attention_dropout
+        self.is_causal = is_causal
+        self.is_cross_attention = is_cross_attention
+        self.layer_idx = layer_idx
+
+        width, bias = config.d_model, config.attention_bias
+        self.q_proj = nn.Linear(width, width, bias=bias)
+        self.k_proj = nn.Linear(width, width, bias=bias)
+        self.v_proj = nn.Linear(width, width, bias=bias)
+        self.out_proj = nn.Linear(width, width, bias=bias)
+
+        self.tied = config.relative_position_tied
+        self.relative_keys = self._new_table(config.relative_position_keys)
+        self.relative_values = self._new_table(config.relative_position_values and not self.tied)
+
+    def _new_table(self, wanted: bool) -> nn.Parameter | None:
+        k = self.config.max_relative_position
+        if not wanted or k is None or self.is_cross_attention:
+            return None
+        heads = (self.num_heads,) if self.config.relative_position_per_head else ()
+        return nn.Parameter(torch.empty(*heads, 2 * k + 1, self.head_dim))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Args:
+            hidden_states: [batch, queries, d_model].
+            key_value_states: [batch, keys, d_model], the encoder's output in cross-attention.
+            attention_mask: Broadcastable to [batch, heads, queries, keys], boolean or additive.
+            rows: [queries, keys] or [batch, queries, keys], the table row of every pair in self-attention with tables.
+            cache: The cache, which this call extends by its own keys and values.
+
+        Returns:
+            [batch, queries, d_model], and the weights [batch, heads, queries, keys] where they were computed.
+        """
+        query = self._heads(self.q_proj(hidden_states))
+        key, value = self._keys_and_values(hidden_states, key_value_states, cache)
+        dropout = self.dropout if self.training else 0.0
+        if self.relative_keys is None and self.relative_values is None:
+            output, weights = self._interface(kwargs)(
+                self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+            )
+        else:
+            output, weights = attention_by_rows(
+                query,
+                key,
+                value,
+                scaling=self.scaling,
+                rows=rows,
+                key_table=self.relative_keys,
+                value_table=self.relative_keys if self.tied else self.relative_values,
+                mask=attention_mask,
+                dropout=dropout,
+            )
+            output = output.transpose(1, 2)
+        return self.out_proj(output.flatten(2)), weights
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [batch, heads, length, dim]
+
+    def _keys_and_values(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [batch, heads, keys, dim] each, with those of the cache. The encoder's are computed once."""
+        encoder_decoder = isinstance(cache, EncoderDecoderCache)
+        if self.is_cross_attention and encoder_decoder and cache.is_updated.get(self.layer_idx):
+            layer = cache.cross_attention_cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        states = key_value_states if self.is_cross_attention else hidden_states
+        key, value = self._heads(self.k_proj(states)), self._heads(self.v_proj(states))
+        if encoder_decoder and self.is_cross_attention:
+            key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
+            cache.is_updated[self.layer_idx] = True
+        elif cache is not None and not self.is_cross_attention:
+            own = cache.self_attention_cache if encoder_decoder else cache
+            key, value = own.update(key, value, self.layer_idx)
+        return key, value
+
+    def _interface(self, kwargs: dict) -> Callable:
+        # the library's fused attention has no weights to return
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            return eager_attention_forward
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+
+
+class RelPosSubLayers(GradientCheckpointingLayer):
+    """What encoder and decoder layers share: residual sub-layers, before or after LayerNorm, and the feed-forward one."""
+
+    def __init__(self, config: RelPosConfig, ffn_dim: int):
+        super().__init__()
+        self.normalize_before = config.normalize_before
+        self.dropout = config.dropout
+        self.activation_dropout = config.activation_dropout
+        self.activation_fn = ACT2FN[config.activation_function]
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.fc1 = nn.Linear(config.d_model, ffn_dim, bias=config.mlp_bias)
+        self.fc2 = nn.Linear(ffn_dim, config.d_model, bias=config.mlp_bias)
+        self.final_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+    def residual(
+        self, hidden_states: torch.Tensor, norm: nn.LayerNorm, sublayer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """x + dropout(f(norm(x))), or norm(x + dropout(f(x))) in post-norm; [batch, length, d_model]."""
+        output = sublayer(norm(hidden_states) if self.normalize_before else hidden_states)
+        output = hidden_states + nn.functional.dropout(output, p=self.dropout, training=self.training)
+        return output if self.normalize_before else norm(output)
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[batch, length, d_model] -> [batch, length, d_model]."""
+        inner = self.activation_fn(self.fc1(hidden_states))
+        return self.fc2(nn.functional.dropout(inner, p=self.activation_dropout, training=self.training))
+
+
+class RelPosEncoderLayer(RelPosSubLayers):
+    """Self-attention and feed-forward."""
+
+    def __init__(self, config: RelPosConfig, layer_idx: int):
+        super().__init__(config, config.encoder_ffn_dim)
+        self.self_attn = RelPosAttention(config, config.encoder_attention_heads, layer_idx=layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """[batch, sources, d_model] -> the same; see `RelPosAttention.forward` for mask and rows."""
+        hidden_states = self.residual(
+            hidden_states,
+            self.self_attn_layer_norm,
+            lambda states: self.self_attn(states, attention_mask=attention_mask, rows=rows, **kwargs)[0],
+        )
+        return self.residual(hidden_states, self.final_layer_norm, self.feed_forward)
+
+
+class RelPosDecoderLayer(RelPosSubLayers):
+    """Causal self-attention, attention to the encoder, and feed-forward."""
+
+    def __init__(self, config: RelPosConfig, layer_idx: int):
+        super().__init__(config, config.decoder_ffn_dim)
+        heads = config.decoder_attention_heads
+        self.self_attn = RelPosAttention(config, heads, is_causal=True, layer_idx=layer_idx)
+        self.encoder_attn = RelPosAttention(config, heads, is_cross_attention=True, layer_idx=layer_idx)
+        self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """[batch, targets, d_model] -> the same; the encoder's states are [batch, sources, d_model]."""
+        hidden_states = self.residual(
+            hidden_states,
+            self.self_attn_layer_norm,
+            lambda states: self.self_attn(states, attention_mask=attention_mask, rows=rows, cache=cache, **kwargs)[0],
+        )
+        if encoder_hidden_states is not None:
+            hidden_states = self.residual(
+                hidden_states,
+                self.encoder_attn_layer_norm,
+                lambda states: self.encoder_attn(
+                    states, encoder_hidden_states, attention_mask=encoder_attention_mask, cache=cache, **kwargs
+                )[0],
+            )
+        return self.residual(hidden_states, self.final_layer_norm, self.feed_forward)
+
+
+class RelPosPreTrainedModel(PreTrainedModel):
+    """Initial values, and what Transformers needs to know of RelPos."""
+
+    config: RelPosConfig
+    config_class = RelPosConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _no_split_modules = ["RelPosEncoderLayer", "RelPosDecoderLayer"]  # noqa: RUF012
+
+    def __init__(self, config: RelPosConfig, *inputs, **kwargs):
+        config.validate_relpos()  # fields may have been assigned since the configuration was made
+        super().__init__(config, *inputs, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # LayerNorm, biases, the padding rows
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+        elif isinstance(module, nn.Embedding) and self.config.scale_embedding:
+            init.normal_(module.weight, std=self.config.d_model**-0.5)
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, RelPosAttention):
+            for table in (module.relative_keys, module.relative_values):
+                if table is not None:
+                    # Xavier over [2k + 1, head_dim], head by head: xavier_uniform_ would count the heads as well
+                    bound = math.sqrt(6 / (table.shape[-2] + table.shape[-1]))
+                    init.uniform_(table, -bound, bound)
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Names of tied parameters and of those that they follow. The library drops every tie where
+        `tie_word_embeddings` is False; here that field speaks of the output layer alone, and each model lists just the
+        ties that it has."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return dict(self._tied_weights_keys or {})
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        pad, eos = self.config.pad_token_id, self.config.eos_token_id
+        eos = eos[0] if isinstance(eos, list) else eos
+        input_ids = torch.tensor([[2, 3, 4, eos], [2, eos, pad, pad]], device=self.device)
+        return {"input_ids": input_ids, "attention_mask": input_ids.ne(pad), "decoder_input_ids": input_ids}
+
+
+class RelPosStack(RelPosPreTrainedModel):
+    """What encoder and decoder share: embeddings, absolute positions, the last LayerNorm."""
+
+    def __init__(self, config: RelPosConfig, vocab_size: int):
+        super().__init__(config)
+        self.dropout = config.dropout
+        self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
+        self.embed_tokens = nn.Embedding(vocab_size, config.d_model, config.pad_token_id)
+        self.embed_positions = _absolute_positions(config)
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps) if config.normalize_before else None
+        self.gradient_checkpointing = False
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        past: torch.Tensor | int = 0,
+        capacity: int | None = None,
+    ) -> torch.Tensor:
+        """Input of the first layer.
+
+        Args:
+            input_ids: [batch, length]; or
+            inputs_embeds: [batch, length, d_model], scaled here like looked-up embeddings.
+            attention_mask: [batch, past + length], zero at padding.
+            past: Tokens in the cache; `capacity` is the most that the sequence can have, where the cache is static.
+
+        Returns:
+            [batch, length, d_model].
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give either `input_ids` or `inputs_embeds` (for a decoder, `decoder_...`), not both.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        hidden_states = inputs_embeds * self.embed_scale
+        if self.embed_positions is not None:
+            length = hidden_states.shape[1]
+            positions = token_positions(attention_mask, past, length, hidden_states.device)
+            if isinstance(self.embed_positions, RelPosLearnedPositions):
+                self.embed_positions.check_length(length + past if capacity is None else capacity)
+            hidden_states = hidden_states + self.embed_positions(positions).to(hidden_states.dtype)
+        return nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)
+
+    def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The LayerNorm after a pre-norm stack; nothing in post-norm."""
+        return hidden_states if self.layer_norm is None else self.layer_norm(hidden_states)
+
+
+class RelPosEncoder(RelPosStack):
+    """The encoder."""
+
+    _can_record_outputs = {"hidden_states": RelPosEncoderLayer, "attentions": RelPosAttention}  # noqa: RUF012
+
+    def __init__(self, config: RelPosConfig):
+        super().__init__(config, config.vocab_size)
+        self.layers = nn.ModuleList([RelPosEncoderLayer(config, i) for i in range(config.encoder_layers)])
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """
+        Args:
+            input_ids: [batch, sources].
+            attention_mask: [batch, sources], zero at padding, which may be on either side.
+            inputs_embeds: [batch, sources, d_model], in place of `input_ids`.
+        """
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
+        mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask)
+        rows = None
+        if self.config.max_relative_position is not None:
+            positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            rows = relative_rows(positions, positions, self.config.max_relative_position)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=mask, rows=rows, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.finish(hidden_states))
+
+
+class RelPosDecoder(RelPosStack):
+    """The decoder."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": RelPosDecoderLayer,
+        "attentions": OutputRecorder(RelPosAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(RelPosAttention, index=1, layer_name="encoder_attn"),
+    }
+
+    def __init__(self, config: RelPosConfig):
+        super().__init__(config, config.decoder_vocab_size)
+        self.layers = nn.ModuleList([RelPosDecoderLayer(config, i) for i in range(config.decoder_layers)])
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """
+        Args:
+            input_ids: [batch, targets], those after the cache.
+            attention_mask: [batch, cached + targets], zero at padding, or a ready-made 4-D mask.
+            encoder_hidden_states: [batch, sources, d_model].
+            encoder_attention_mask: [batch, sources], zero at padding.
+            cache: Keys and values of earlier targets and of the source.
+            inputs_embeds: [batch, targets, d_model], in place of `input_ids`.
+            use_cache: Return a cache, made here if none is given.
+        """
+        if use_cache and cache is None:
+            cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        past, keys, capacity = self._cache_lengths(own_cache, input_ids if inputs_embeds is None else inputs_embeds)
+
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, past, capacity)
+        query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
+        key_positions = torch.arange(keys, device=hidden_states.device)
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, cache=own_cache
+        )
+        rows = None
+        if self.config.max_relative_position is not None:
+            rows = relative_rows(query_positions, key_positions, self.config.max_relative_position)
+            if mask is None and len(query_positions) > 1:
+                # the library left it to the fused kernel: every query sees what is not ahead of it
+                mask = key_positions <= query_positions[:, None]
+        encoder_mask = create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=encoder_attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_attention_mask=encoder_mask,
+                rows=rows,
+                cache=cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.finish(hidden_states), cache=cache if use_cache else None
+        )
+
+    @staticmethod
+    def _cache_lengths(cache: Cache | None, inputs: torch.Tensor) -> tuple[torch.Tensor | int, int, int | None]:
+        """Tokens in the cache, keys that attention will see, and the capacity where that is fixed.
+
+        Read before any layer runs. A static cache hands out its live counter, which the first layer moves before the
+        second one looks, so it is copied here.
+        """
+        if cache is None:
+            return 0, inputs.shape[1], None
+        past = cache.get_seq_length()
+        if isinstance(past, torch.Tensor):
+            past = past.to(inputs.device, copy=True)
+        capacity = cache.get_max_length()
+        return past, cache.get_mask_sizes(inputs.shape[1], 0)[0], capacity if capacity > 0 else None
+
+
+class RelPosModel(RelPosPreTrainedModel):
+    """Encoder and decoder without an output layer."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: RelPosConfig):
+        super().__init__(config)
+        self._tied_weights_keys = {}
+        if config.share_encoder_decoder_embeddings:
+            self.shared = nn.Embedding(config.vocab_size, config.d_model, config.pad_token_id)
+            self._tied_weights_keys = {
+                "encoder.embed_tokens.weight": "shared.weight",
+                "decoder.embed_tokens.weight": "shared.weight",
+            }
+        self.encoder = RelPosEncoder(config)
+        self.decoder = RelPosDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The shared embeddings, or the source's where source and target have their own."""
+        return self.shared if self.config.share_encoder_decoder_embeddings else self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.encoder.embed_tokens = value
+        if self.config.share_encoder_decoder_embeddings:
+            self.shared = value
+            self.decoder.embed_tokens = value
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """
+        Args:
+            input_ids: [batch, sources].
+            attention_mask: [batch, sources], zero at padding, which may be on either side.
+            decoder_input_ids: [batch, targets], those after the cache.
+            decoder_attention_mask: [batch, cached + targets], zero at padding, or a ready-made 4-D mask.
+            encoder_outputs: The encoder's output, if it has run before.
+            cache: Keys and values of earlier targets and of the source.
+            inputs_embeds, decoder_inputs_embeds: [batch, length, d_model], in place of the ids.
+            use_cache: Return a cache; the configuration's `use_cache` by default, and no cache in training.
+        """
+        if use_cache is None and self.training:
+            use_cache = False
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        elif not isinstance(encoder_outputs, BaseModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        decoder_outputs = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            cache=cache,
+            inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            cache=decoder_outputs.cache,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class RelPosForConditionalGeneration(RelPosPreTrainedModel, GenerationMixin):
+    """RelPos with an output layer: translation, or any other sequence to sequence task."""
+
+    _auto_class = "AutoModelForSeq2SeqLM"
+
+    def __init__(self, config: RelPosConfig):
+        super().__init__(config)
+        self.model = RelPosModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.decoder_vocab_size, bias=config.lm_head_bias)
+        embeddings = "shared" if config.share_encoder_decoder_embeddings else "decoder.embed_tokens"
+        self._tied_weights_keys = {"lm_head.weight": f"model.{embeddings}.weight"} if config.tie_word_embeddings else {}
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """[batch, targets] -> [batch, targets]: the labels behind the start token."""
+        return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        """
+        Args:
+            labels: [batch, targets], -100 where nothing is to be learned. The decoder's inputs are made from them where
+                they are not given.
+            num_items_in_batch: The number of labels that count in all batches of one update. The loss is then the sum
+                over this batch divided by it, which is how Trainer makes accumulated batches weigh the same; without it
+                the loss is this batch's mean.
+
+        The other arguments are those of [`RelPosModel.forward`].
+        """
+        if labels is not None:
+            use_cache = False if use_cache is None else use_cache
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs: Seq2SeqModelOutput = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+        )
+
+    @staticmethod
+    def _loss(
+        logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        # the library's own loss for this class name would shift the labels a second time
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        labels = labels.to(logits.device).flatten()
+        if num_items_in_batch is None:
+            return nn.functional.cross_entropy(logits, labels)
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(logits.device)
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+__all__ = ["RelPosForConditionalGeneration", "RelPosModel", "RelPosPreTrainedModel"]
