@@ -1,14 +1,41 @@
 """Shaw relative position representations for Transformers. Importing it registers the Auto classes and the pipeline."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .configuration_relpos import RelPosConfig
-from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
-from .pipeline_relpos import TranslationPipeline, register_translation
+if TYPE_CHECKING:
+    from .configuration_relpos import RelPosConfig
+    from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
+    from .pipeline_relpos import TranslationPipeline
 
-AutoConfig.register("relpos", RelPosConfig, exist_ok=True)
-AutoModel.register(RelPosConfig, RelPosModel, exist_ok=True)
-AutoModelForSeq2SeqLM.register(RelPosConfig, RelPosForConditionalGeneration, exist_ok=True)
-register_translation()
+
+def register() -> None:
+    """Make this package's classes known to Transformers; done on import, and harmless to repeat."""
+    from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+
+    from .configuration_relpos import RelPosConfig
+    from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
+    from .pipeline_relpos import TranslationPipeline, register_translation
+
+    AutoConfig.register("relpos", RelPosConfig, exist_ok=True)
+    AutoModel.register(RelPosConfig, RelPosModel, exist_ok=True)
+    AutoModelForSeq2SeqLM.register(RelPosConfig, RelPosForConditionalGeneration, exist_ok=True)
+    register_translation()
+    classes = (RelPosConfig, RelPosForConditionalGeneration, RelPosModel, TranslationPipeline)
+    globals().update({exported.__name__: exported for exported in classes})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register()
+    return globals()[name]
+
+
+# Python imports this file before cli.py, and the `relpos` command answers --help without loading PyTorch: there, the
+# classes are registered when a verb first needs them.
+if Path(sys.argv[0] if sys.argv else "").stem != "relpos":
+    register()
 
 __all__ = ["RelPosConfig", "RelPosForConditionalGeneration", "RelPosModel", "TranslationPipeline"]
