@@ -1,0 +1,173 @@
+"""The `relpos` command: one verb per function, each a call into the package. Imports are inside the verbs, so that
+`--help` answers without loading PyTorch."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="relpos",
+    help="Train, evaluate, use and look into translation models with relative positions (Shaw et al. 2018).",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A saved folder, or a model on the Hub (user/name).")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Sentences translated at a time.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Limit on each translation in tokens.", show_default="twice the source and 50 more"),
+]
+CORPUS_HELP = (
+    "Held-out text: TSV or JSON lines (also .gz), a dataset, or the two files of a parallel corpus, each with --corpus."
+)
+
+
+def main() -> None:
+    """Run the command; an error that the user can mend ends with one sentence on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False) or 0
+    except typer.TyperException as error:  # unknown or impossible options
+        code = _fail(error.format_message())
+    except ValueError as error:
+        # The package's own error classes are written for users; any other error is a bug and shows its traceback.
+        if type(error).__module__.partition(".")[0] != "relpos":
+            raise
+        code = _fail(str(error))
+    sys.exit(code)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe that comes with RelPos, or a YAML file.")],
+) -> None:
+    """Train a model by a recipe; --FIELD VALUE changes any field of it, such as --max_steps 1000.
+
+    `python -m relpos.training.run_translation --help` lists all fields.
+    """
+    from relpos.training import run_translation
+
+    run_translation.main([recipe, *context.args])
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    corpus: Annotated[list[str] | None, typer.Option(help=CORPUS_HELP, show_default="the bundled corpus")] = None,
+    split: Annotated[str, typer.Option(help="Part of the bundled corpus or of a dataset.")] = "test",
+    languages: Annotated[
+        str | None, typer.Option(help="Source and target language of the corpus, as en,de.", show_default="the model's")
+    ] = None,
+    beams: Annotated[str, typer.Option(help="Beam sizes, with commas between.")] = "1,4",
+    batch_size: BatchSize = 32,
+    max_new_tokens: MaxNewTokens = None,
+    json: Annotated[Path | None, typer.Option(help="File to write the scores to as well.")] = None,
+) -> None:
+    """Score a model on held-out text: BLEU, chrF and TER with signatures and confidence intervals."""
+    from rich.console import Console
+
+    from relpos.training import evaluation, loading
+
+    beam_sizes = evaluation.parse_beams(beams)
+    evaluation.check_writable(json)
+    pair = evaluation.parse_languages(languages, loading.load_config(model))
+    sources, references, name = evaluation.read_held_out(corpus, split=split, languages=pair)
+    loaded = loading.load_model(model)
+    with _progress("translating", len(sources) * len(beam_sizes), shown=True) as on_progress:
+        results = evaluation.evaluate_model(
+            loaded,
+            sources,
+            references,
+            beams=beam_sizes,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            on_progress=on_progress,
+        )
+    Console().print(evaluation.results_table(results, title=f"{model} on {name}, {len(sources):,} pairs"))
+    if json:
+        evaluation.write_json(json, {"model": model, "corpus": name, "languages": pair, "results": results})
+
+
+@app.command()
+def translate(
+    model: Model,
+    input: Annotated[Path | None, typer.Option(help="File to read.", show_default="standard input")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="standard output")] = None,
+    batch_size: BatchSize = 32,
+    beams: Annotated[int | None, typer.Option(min=1, help="Beam size.", show_default="the model's own")] = None,
+    max_new_tokens: MaxNewTokens = None,
+) -> None:
+    """Translate line by line: one line of output for one line of input, of any length."""
+    from relpos.training import line_files, loading, translation
+
+    with line_files.open_input(input) as source, line_files.open_output(output, warn=_say) as target:
+        loaded = loading.load_model(model)
+        with _progress("translating", source.count, shown=not target.isatty()) as on_progress:
+            translation.translate_stream(
+                loaded,
+                source.windows(batch_size * translation.BATCHES_PER_WINDOW),
+                target,
+                beams=beams,
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                on_progress=on_progress,
+                warn=_say,
+            )
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A saved folder, a preset, or a model on the Hub (user/name).")
+    ],
+) -> None:
+    """Show the architecture of a model, its parameter counts, and where the position parameters are."""
+    from rich.console import Console
+
+    from relpos.model_cards import inspection
+    from relpos.training import loading
+
+    config, folder = loading.find_config(model)
+    Console().print(inspection.inspection_report(inspection.inspect_model(config, name=model, folder=folder)))
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Show the versions and exit.")] = False,
+) -> None:
+    if show_version:
+        packages = ("relpos", "transformers", "torch")
+        typer.echo(", ".join(f"{package} {version(package)}" for package in packages))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@contextmanager
+def _progress(label: str, total: int | None, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr where that is a terminal; yields the function that moves it on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _say(message: str) -> None:
+    """A message for the user on stderr; a progress bar that is shown moves below it."""
+    print(f"relpos: {message}", file=sys.stderr, flush=True)
+
+
+def _fail(message: str) -> int:
+    _say(message)
+    return 2
