@@ -1,0 +1,316 @@
+"""Parallel corpora as `datasets`: reading them, and the split of the bundled one.
+
+Every reader returns rows of the shape that Transformers' own translation script uses,
+`{"translation": {"en": ..., "de": ...}}`, and keeps every pair, empty ones too, so that line n of a file is row n - 1.
+Lines end at a line feed and nowhere else: Unicode's other line separators are text. Damaged input is refused with the
+file and the line, never skipped.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+
+import datasets
+from datasets import Dataset, DatasetDict, Features, Translation
+
+BUNDLED = "libreoffice-help"
+"""Name under which the bundled English-German corpus is read instead of a file."""
+BUNDLED_LANGUAGES = ("en", "de")
+
+# The bundled corpus keeps the order of the documents, so sentences that stand together come from the same page. The
+# held-out pairs are whole runs of neighbours, taken from this many places so that they cover the corpus.
+_SECTIONS = 10
+_TEST_SIZE = 1000
+_VALIDATION_SIZE = 500
+# A block is this much larger than what is wanted from it, to leave enough pairs once the near-twins are dropped.
+_SPARE = 1.5
+
+
+class CorpusError(ValueError):
+    """A corpus that cannot be read as it stands; the message is one sentence that names the file and the line."""
+
+
+def read_corpus(source: str | Path | Sequence[str | Path], *, languages: tuple[str, str], split: str = "train") -> Dataset:
+    """Read a parallel corpus.
+
+    Args:
+        source: One of
+
+            - a table, `.tsv` or `.tsv.gz`: source, tab, target; further columns are ignored;
+            - JSON lines, `.json`, `.jsonl` or either with `.gz`: `{"translation": {"en": ..., "de": ...}}`;
+            - two plain text files of equal line counts, source first, as a sequence of two paths, or one path
+              without the languages where `path.en` and `path.de` exist (or both with `.gz`);
+            - the name or folder of a dataset that `datasets.load_dataset` takes, with a column `translation` or one
+              column per language;
+            - `"libreoffice-help"`, the bundled corpus, whole and in its order.
+        languages: Source and target language: keys of the rows, columns of JSON and datasets, endings of plain files.
+        split: The split of a dataset that is loaded by name; files have only one.
+
+    Returns:
+        Rows `{"translation": {source_language: str, target_language: str}}`, one per line, in the order of the file.
+
+    Raises:
+        CorpusError: Missing, empty, truncated or undecodable file, unequal line counts, or a malformed line.
+    """
+    _check_languages(languages)
+    paths = [source] if isinstance(source, str | Path) else list(source)
+    if len(paths) not in (1, 2):
+        raise CorpusError(f"A corpus is one path or a pair of paths, source and target, not {len(paths)} of them.")
+    if len(paths) == 2:
+        return _from_lines(_parallel_lines, [_existing(path) for path in paths], languages)
+    name = str(paths[0])
+    if name == BUNDLED:
+        if set(languages) != set(BUNDLED_LANGUAGES):
+            raise CorpusError(f"The corpus {BUNDLED} has the languages {BUNDLED_LANGUAGES}, not {tuple(languages)}.")
+        with resources.as_file(_bundled_file()) as path:
+            return _from_lines(_table_lines, [path], BUNDLED_LANGUAGES)
+    path = Path(name)
+    if _suffix(path) == ".tsv":
+        return _from_lines(_table_lines, [_existing(path)], languages)
+    if _suffix(path) in (".json", ".jsonl"):
+        return _from_lines(_json_lines, [_existing(path)], languages)
+    for ending in ("", ".gz"):
+        pair = [Path(f"{name}.{language}{ending}") for language in languages]
+        if all(file.is_file() for file in pair):
+            return _from_lines(_parallel_lines, pair, languages)
+    if path.is_file():
+        raise CorpusError(
+            f"{path} is no kind of corpus that is known by its ending: .tsv, .json and .jsonl (each also .gz) hold "
+            "both languages, plain text comes as two files."
+        )
+    return _from_dataset(name, languages, split)
+
+
+def bundled_splits() -> DatasetDict:
+    """The bundled English-German corpus, divided once and for all into train, validation (500) and test (1,000 pairs).
+
+    The split is fixed: it depends on nothing but the file. See `hold_out` for how it is made.
+    """
+    corpus = read_corpus(BUNDLED, languages=BUNDLED_LANGUAGES)
+    return hold_out(corpus, validation=_VALIDATION_SIZE, test=_TEST_SIZE, sections=_SECTIONS)
+
+
+def hold_out(corpus: Dataset, *, validation: int, test: int, sections: int = 10) -> DatasetDict:
+    """Divide a corpus in document order into train, validation and test, without near-twins across them.
+
+    Documentation repeats itself: "Choose Insert - Row 1." and "Choose Insert - Row 2." are two pairs, and a random
+    split tests on what was trained. So
+
+    - the corpus is cut into `sections` equal parts, and the first sentences of each part are a block of test
+      candidates, the next a block of validation candidates; all other pairs are train;
+    - a candidate is dropped if either side is empty, if its source holds no letter, or if its source is a near-twin
+      (`twin_key`) of a source in train, of an earlier candidate of the same set, or, for validation, of one in test;
+    - of each block the first pairs that remain are kept, up to its share. Candidates that are not kept are in no set.
+
+    Args:
+        corpus: Rows as `read_corpus` returns them.
+        validation: Pairs in the validation set, a multiple of `sections`.
+        test: Pairs in the test set, a multiple of `sections`.
+        sections: Places of the corpus that the held-out pairs are taken from.
+
+    Raises:
+        CorpusError: The corpus is too small, or repeats itself too much, to give so many pairs.
+    """
+    sizes = {"test": test, "validation": validation}
+    for name, size in sizes.items():
+        if size <= 0 or size % sections:
+            raise CorpusError(f"{name} must be a positive multiple of sections={sections}, not {size}.")
+    blocks = _candidate_blocks(len(corpus), sizes, sections)
+    source_language, target_language = corpus.features["translation"].languages
+    pairs = corpus["translation"]
+    keys = [twin_key(pair[source_language]) if pair[target_language].strip() else "" for pair in pairs]
+    candidates = {row for ranges in blocks.values() for block in ranges for row in block}
+    rows = {"train": [row for row in range(len(corpus)) if row not in candidates]}
+    seen = {keys[row] for row in rows["train"]} | {""}
+    for name, size in sizes.items():
+        rows[name] = []
+        for block in blocks[name]:
+            rows[name] += _first_unseen(keys, block, size // sections, seen, name=name)
+    return DatasetDict({name: corpus.select(rows[name]) for name in ("train", "validation", "test")})
+
+
+def _candidate_blocks(length: int, sizes: dict[str, int], sections: int) -> dict[str, list[range]]:
+    """For each set, one run of rows at the start of each section, larger by `_SPARE` than the pairs wanted of it."""
+    blocks = {name: [] for name in sizes}
+    for section in range(sections):
+        start = length * section // sections
+        for name, size in sizes.items():
+            stop = start + int(_SPARE * size / sections)
+            blocks[name].append(range(start, stop))
+            start = stop
+    taken = sum(len(block) for ranges in blocks.values() for block in ranges)
+    if taken > length / 2:
+        raise CorpusError(
+            f"A corpus of {length} pairs is too small to hold out {' + '.join(map(str, sizes.values()))} pairs: the "
+            f"blocks that they are chosen from take {taken}."
+        )
+    return blocks
+
+
+def _first_unseen(keys: list[str], block: range, share: int, seen: set[str], *, name: str) -> list[int]:
+    """The first `share` rows of a block whose key is new; adds their keys to `seen`."""
+    chosen = []
+    for row in block:
+        if len(chosen) < share and keys[row] not in seen:
+            chosen.append(row)
+            seen.add(keys[row])
+    if len(chosen) < share:
+        raise CorpusError(
+            f"Rows {block.start} to {block.stop - 1} of the corpus leave {share - len(chosen)} pairs too few for "
+            f"{name} once near-twins are dropped; ask for fewer pairs or another number of sections."
+        )
+    return chosen
+
+
+def twin_key(text: str) -> str:
+    """What two near-twins have in common: the letters of the text in lower case, without digits, punctuation, spaces."""
+    return "".join(filter(str.isalpha, text.lower()))
+
+
+def drop_empty_pairs(corpus: Dataset) -> Dataset:
+    """The pairs that have text on both sides: a pair with an empty side teaches a model to say nothing."""
+    keep = [
+        row
+        for row, pair in enumerate(corpus["translation"])
+        if all((text or "").strip() for text in pair.values())
+    ]
+    return corpus if len(keep) == len(corpus) else corpus.select(keep)
+
+
+def _bundled_file():
+    return resources.files("relpos.training") / "corpora" / "libreoffice-help.en-de.tsv.gz"
+
+
+def _check_languages(languages: tuple[str, str]) -> None:
+    if len(languages) != 2 or languages[0] == languages[1] or not all(languages):
+        raise CorpusError(f"languages must be two different languages, such as ('en', 'de'), not {languages!r}.")
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise CorpusError(f"There is no file {path}.")
+    return path
+
+
+def _suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
+def _from_lines(reader, paths: list[Path], languages: tuple[str, str]) -> Dataset:
+    """Run a reader of lines into an Arrow file on disk, so that a large corpus is never in memory as a whole.
+
+    `datasets` reuses that file when it sees the same arguments again, so the arguments tell the state of the files.
+    """
+    files = [(str(path.resolve()), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    features = Features({"translation": Translation(languages=list(languages))})
+    progress_bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        corpus = Dataset.from_generator(
+            reader, features=features, gen_kwargs={"files": files, "languages": tuple(languages)}, split="train"
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        cause = error.__cause__
+        if isinstance(cause, CorpusError):
+            raise cause from None
+        raise
+    finally:
+        if not progress_bars:
+            datasets.enable_progress_bars()
+    return corpus
+
+
+def _table_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
+    path = files[0][0]
+    line = None
+    for number, line in enumerate(_lines(path), 1):
+        columns = line.split("\t")
+        if len(columns) < 2:
+            raise CorpusError(f"{path}, line {number}: expected source and target with a tab between, found no tab.")
+        yield {"translation": dict(zip(languages, columns[:2]))}
+    _refuse_empty(path, line)
+
+
+def _json_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
+    path = files[0][0]
+    line = None
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            pair = json.loads(line)["translation"]
+            texts = [pair[language] for language in languages]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            texts = None
+        if texts is None or not all(isinstance(text, str) for text in texts):
+            example = json.dumps({"translation": dict.fromkeys(languages, "...")})
+            raise CorpusError(f"{path}, line {number}: expected {example}.")
+        yield {"translation": dict(zip(languages, texts))}
+    _refuse_empty(path, line)
+
+
+def _parallel_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
+    paths = [path for path, *_ in files]
+    readers = [_lines(path) for path in paths]
+    line = None
+    for line in zip(*readers):
+        yield {"translation": dict(zip(languages, line))}
+    _refuse_empty(" and ".join(paths), line)
+    counts = [sum(1 for _ in _lines(path)) for path in paths]
+    if counts[0] != counts[1]:
+        raise CorpusError(
+            f"{paths[0]} has {counts[0]:,} lines but {paths[1]} has {counts[1]:,}; they must be equal in number."
+        )
+
+
+def _refuse_empty(path: str, last_line) -> None:
+    if last_line is None:
+        raise CorpusError(f"{path} is empty.")
+
+
+def _lines(path: str) -> Iterator[str]:
+    """The lines of a text file in UTF-8, gzipped or not, without their line ends and without a byte order mark."""
+    number = 0
+    opener = gzip.open if path.endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
+                yield text.removeprefix("\ufeff") if number == 1 else text
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}).") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CorpusError(f"{path} is a damaged or truncated gzip file after line {number}: {error}.") from None
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _from_dataset(name: str, languages: tuple[str, str], split: str) -> Dataset:
+    try:
+        corpus = datasets.load_dataset(name, split=split)
+    # The loader of a dataset can fail in as many ways as there are loaders; each is a corpus that cannot be read.
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise CorpusError(f"{name} is neither a corpus file nor a dataset that can be loaded: {reason}.") from error
+    if "translation" not in corpus.column_names and set(languages) <= set(corpus.column_names):
+        corpus = corpus.map(
+            lambda row: {"translation": {language: row[language] for language in languages}},
+            remove_columns=corpus.column_names,
+        )
+    first = corpus[0].get("translation") if len(corpus) else None
+    if len(corpus) == 0:
+        raise CorpusError(f"The split {split!r} of {name} is empty.")
+    if not isinstance(first, dict) or not all(isinstance(first.get(language), str) for language in languages):
+        raise CorpusError(
+            f"The dataset {name} has columns {', '.join(corpus.column_names)}; expected a column 'translation' with the "
+            f"languages {languages[0]!r} and {languages[1]!r}, or a column for each."
+        )
+    features = Features({"translation": Translation(languages=list(languages))})
+    return corpus.map(
+        lambda row: {"translation": {language: row["translation"][language] for language in languages}},
+        remove_columns=corpus.column_names,
+        features=features,
+    )
