@@ -12,8 +12,8 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24
         "run `pip install --upgrade 'transformers>=5.24,<6'`."
     )
 
-from huggingface_hub.dataclasses import strict  # noqa: E402
-from transformers import PreTrainedConfig  # noqa: E402
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
 
 # How a saved folder names its own code, for people who load it without this package.
 _AUTO_MAP = {

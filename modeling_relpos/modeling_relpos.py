@@ -93,6 +93,11 @@ class RelPosLearnedPositions(nn.Embedding):
             )
 
 
+def wants_weights(config: RelPosConfig, kwargs: dict) -> bool:
+    """Whether attention weights are asked for, which the library's fused attention does not have."""
+    return bool(kwargs.get("output_attentions", config.output_attentions))
+
+
 def _absolute_positions(config: RelPosConfig) -> nn.Module | None:
     if config.absolute_position == "sinusoidal":
         return RelPosSinusoidalPositions(config.d_model)
@@ -221,8 +226,7 @@ class RelPosAttention(nn.Module):
         return key, value
 
     def _interface(self, kwargs: dict) -> Callable:
-        # the library's fused attention has no weights to return
-        if kwargs.get("output_attentions", self.config.output_attentions):
+        if wants_weights(self.config, kwargs):
             return eager_attention_forward
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
 
@@ -380,37 +384,36 @@ class RelPosStack(RelPosPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = value
 
-    def embed(
+    def look_up(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """[batch, length] ids, or [batch, length, d_model] in their place -> [batch, length, d_model], scaled."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give either `input_ids` or `inputs_embeds` (for a decoder, `decoder_...`), not both.")
+        return (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds) * self.embed_scale
+
+    def add_positions(
         self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
+        embeddings: torch.Tensor,
         attention_mask: torch.Tensor | None,
         past: torch.Tensor | int = 0,
         capacity: int | None = None,
     ) -> torch.Tensor:
-        """Input of the first layer.
+        """Input of the first layer: embeddings with their absolute positions, if the model has such, after dropout.
 
         Args:
-            input_ids: [batch, length]; or
-            inputs_embeds: [batch, length, d_model], scaled here like looked-up embeddings.
+            embeddings: [batch, length, d_model].
             attention_mask: [batch, past + length], zero at padding.
             past: Tokens in the cache; `capacity` is the most that the sequence can have, where the cache is static.
 
         Returns:
             [batch, length, d_model].
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give either `input_ids` or `inputs_embeds` (for a decoder, `decoder_...`), not both.")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        hidden_states = inputs_embeds * self.embed_scale
         if self.embed_positions is not None:
-            length = hidden_states.shape[1]
-            positions = token_positions(attention_mask, past, length, hidden_states.device)
+            length = embeddings.shape[1]
             if isinstance(self.embed_positions, RelPosLearnedPositions):
                 self.embed_positions.check_length(length + past if capacity is None else capacity)
-            hidden_states = hidden_states + self.embed_positions(positions).to(hidden_states.dtype)
-        return nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)
+            positions = token_positions(attention_mask, past, length, embeddings.device)
+            embeddings = embeddings + self.embed_positions(positions).to(embeddings.dtype)
+        return nn.functional.dropout(embeddings, p=self.dropout, training=self.training)
 
     def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The LayerNorm after a pre-norm stack; nothing in post-norm."""
@@ -442,7 +445,7 @@ class RelPosEncoder(RelPosStack):
             attention_mask: [batch, sources], zero at padding, which may be on either side.
             inputs_embeds: [batch, sources, d_model], in place of `input_ids`.
         """
-        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
+        hidden_states = self.add_positions(self.look_up(input_ids, inputs_embeds), attention_mask)
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask)
         rows = None
         if self.config.max_relative_position is not None:
@@ -491,23 +494,23 @@ class RelPosDecoder(RelPosStack):
             inputs_embeds: [batch, targets, d_model], in place of `input_ids`.
             use_cache: Return a cache, made here if none is given.
         """
+        embeddings = self.look_up(input_ids, inputs_embeds)
         if use_cache and cache is None:
             cache = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
         own_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        past, keys, capacity = self._cache_lengths(own_cache, input_ids if inputs_embeds is None else inputs_embeds)
+        past, keys, capacity = self._cache_lengths(own_cache, embeddings)
 
-        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, past, capacity)
+        hidden_states = self.add_positions(embeddings, attention_mask, past, capacity)
         query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
         key_positions = torch.arange(keys, device=hidden_states.device)
         mask = create_causal_mask(
             config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, cache=own_cache
         )
-        rows = None
-        if self.config.max_relative_position is not None:
-            rows = relative_rows(query_positions, key_positions, self.config.max_relative_position)
-            if mask is None and len(query_positions) > 1:
-                # the library left it to the fused kernel: every query sees what is not ahead of it
-                mask = key_positions <= query_positions[:, None]
+        relative = self.config.max_relative_position is not None
+        rows = relative_rows(query_positions, key_positions, self.config.max_relative_position) if relative else None
+        if mask is None and len(query_positions) > 1 and (relative or wants_weights(self.config, kwargs)):
+            # the library left it to the fused kernel: a query sees what is not ahead of it
+            mask = key_positions <= query_positions[:, None]
         encoder_mask = create_bidirectional_mask(
             config=self.config,
             inputs_embeds=hidden_states,
@@ -529,19 +532,19 @@ class RelPosDecoder(RelPosStack):
         )
 
     @staticmethod
-    def _cache_lengths(cache: Cache | None, inputs: torch.Tensor) -> tuple[torch.Tensor | int, int, int | None]:
+    def _cache_lengths(cache: Cache | None, embeddings: torch.Tensor) -> tuple[torch.Tensor | int, int, int | None]:
         """Tokens in the cache, keys that attention will see, and the capacity where that is fixed.
 
         Read before any layer runs. A static cache hands out its live counter, which the first layer moves before the
         second one looks, so it is copied here.
         """
         if cache is None:
-            return 0, inputs.shape[1], None
+            return 0, embeddings.shape[1], None
         past = cache.get_seq_length()
         if isinstance(past, torch.Tensor):
-            past = past.to(inputs.device, copy=True)
+            past = past.to(embeddings.device, copy=True)
         capacity = cache.get_max_length()
-        return past, cache.get_mask_sizes(inputs.shape[1], 0)[0], capacity if capacity > 0 else None
+        return past, cache.get_mask_sizes(embeddings.shape[1], 0)[0], capacity if capacity > 0 else None
 
 
 class RelPosModel(RelPosPreTrainedModel):
@@ -652,6 +655,53 @@ class RelPosForConditionalGeneration(RelPosPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resize the vocabulary, or the source's where source and target have their own (the target's is
+        `resize_decoder_token_embeddings`'s). Arguments as in the library."""
+        if not self.config.share_encoder_decoder_embeddings:
+            # the model without its output layer, which belongs to the target
+            return self.model.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.decoder_vocab_size = self.config.vocab_size
+        self._fit_lm_head()
+        return embeddings
+
+    def resize_decoder_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resize the target vocabulary of a model whose source has its own.
+
+        Raises:
+            ValueError: Source and target share their vocabulary.
+        """
+        if self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "`share_encoder_decoder_embeddings` is True: use `resize_token_embeddings`, which resizes both sides."
+            )
+        source = self.config.vocab_size
+        embeddings = self.model.decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.config.vocab_size, self.config.decoder_vocab_size = source, embeddings.num_embeddings
+        self._fit_lm_head()
+        return embeddings
+
+    @torch.no_grad()
+    def _fit_lm_head(self) -> None:
+        """Give the output layer as many rows as the target vocabulary has, new ones with its mean."""
+        old, size = self.lm_head, self.config.decoder_vocab_size
+        kept = min(old.out_features, size)
+        new = nn.Linear(
+            old.in_features, size, bias=old.bias is not None, device=old.weight.device, dtype=old.weight.dtype
+        )
+        for old_rows, new_rows in ((old.weight, new.weight), (old.bias, new.bias)):
+            if old_rows is not None:
+                new_rows[:kept] = old_rows[:kept]
+                new_rows[kept:] = old_rows.mean(0)
+                new_rows.requires_grad_(old_rows.requires_grad)
+        self.lm_head = new
+        self.tie_weights()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """[batch, targets] -> [batch, targets]: the labels behind the start token."""
