@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,18 +42,19 @@ def main() -> None:
     sys.exit(code)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def train(
-    context: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe that comes with RelPos, or a YAML file.")],
-) -> None:
-    """Train a model by a recipe; --FIELD VALUE changes any field of it, such as --max_steps 1000.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[RECIPE] [--FIELD VALUE]...",
+)
+def train(context: typer.Context) -> None:
+    """Train a model by a recipe, the name of one that comes with RelPos or a YAML file.
 
-    `python -m relpos.training.run_translation --help` lists all fields.
+    --FIELD VALUE changes any field of the recipe, such as --max_steps 1000, and `python -m
+    relpos.training.run_translation --help` lists them all.
     """
     from relpos.training import run_translation
 
-    run_translation.main([recipe, *context.args])
+    run_translation.main(context.args)
 
 
 @app.command()
@@ -70,8 +71,6 @@ def evaluate(
     json: Annotated[Path | None, typer.Option(help="File to write the scores to as well.")] = None,
 ) -> None:
     """Score a model on held-out text: BLEU, chrF and TER with signatures and confidence intervals."""
-    from rich.console import Console
-
     from relpos.training import evaluation, loading
 
     beam_sizes = evaluation.parse_beams(beams)
@@ -89,7 +88,8 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             on_progress=on_progress,
         )
-    Console().print(evaluation.results_table(results, title=f"{model} on {name}, {len(sources):,} pairs"))
+    _print(evaluation.results_table(results, title=f"{model} on {name}, {len(sources):,} pairs"))
+    typer.echo("\n".join(evaluation.results_notes(results)))
     if json:
         evaluation.write_json(json, {"model": model, "corpus": name, "languages": pair, "results": results})
 
@@ -128,13 +128,11 @@ def inspect(
     ],
 ) -> None:
     """Show the architecture of a model, its parameter counts, and where the position parameters are."""
-    from rich.console import Console
-
     from relpos.model_cards import inspection
     from relpos.training import loading
 
     config, folder = loading.find_config(model)
-    Console().print(inspection.inspection_report(inspection.inspect_model(config, name=model, folder=folder)))
+    _print(inspection.inspection_report(inspection.inspect_model(config, name=model, folder=folder)))
 
 
 @app.callback(invoke_without_command=True)
@@ -161,6 +159,13 @@ def _progress(label: str, total: int | None, *, shown: bool) -> Iterator[Callabl
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def _print(report: Any) -> None:
+    """Something that rich draws, on standard output: as wide as the terminal, 120 columns in a file."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 120).print(report)
 
 
 def _say(message: str) -> None:

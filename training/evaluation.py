@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 from sacrebleu.metrics import BLEU, CHRF, TER
 
 from .corpus import BUNDLED_LANGUAGES, bundled_splits, read_corpus
@@ -144,23 +142,29 @@ def score_translations(
     return scores
 
 
-def results_table(results: Sequence[dict[str, Any]], *, title: str) -> Group:
-    """The results as a table, one row per beam size, with the signatures below it."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
+def results_table(results: Sequence[dict[str, Any]], *, title: str) -> Table:
+    """The results for a terminal, one row per beam size."""
+    table = Table(title=title, title_justify="left")
     table.add_column("beams", justify="right")
     for score in results[0]["scores"]:
-        table.add_column(score["metric"].replace("2", ""), justify="right")
+        table.add_column(score["metric"], justify="right")
     table.add_column("sentences/s", justify="right")
     for result in results:
         scores = [f"{score['score']:.1f} ± {score['confidence']:.1f}" for score in result["scores"]]
         table.add_row(str(result["beams"]), *scores, f"{result['sentences_per_second']:.1f}")
-    notes = [f"{score['metric']}: {score['signature']}" for score in results[0]["scores"]]
-    notes += [
-        f"beams {result['beams']}: {result['cut_off']} of {result['pairs']} translations were cut off at the limit"
+    return table
+
+
+def results_notes(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What stands below the table: the signatures, and how many translations were not finished."""
+    notes = [f"± is half the 95 % interval over {BOOTSTRAP_SAMPLES:,} bootstrap resamples."]
+    notes += [f"{score['metric']}: {score['signature']}" for score in results[0]["scores"]]
+    return notes + [
+        f"beams {result['beams']}: {result['cut_off']:,} of {result['pairs']:,} translations were cut off at the limit "
+        "on new tokens"
         for result in results
         if result["cut_off"]
     ]
-    return Group(table, Text("± is the 95 % interval over bootstrap resamples"), *map(Text, notes))
 
 
 def check_writable(file: Path | None) -> None:

@@ -59,6 +59,7 @@ def load_model(name: str) -> LoadedModel:
 
 def load_config(name: str) -> Any:
     """Read the configuration of a saved folder or of a model on the Hub; raises ModelError."""
+    check_folder(name, complete=False)
     relpos.register()
     try:
         return AutoConfig.from_pretrained(name)
@@ -73,9 +74,9 @@ def find_config(name: str) -> tuple[Any, Path | None]:
     folder = Path(name)
     if not folder.exists() and name in presets():
         return preset(name), None
-    check_folder(name, complete=False)
+    config = load_config(name)
     has_weights = folder.is_dir() and any(folder.glob("*.safetensors"))
-    return load_config(name), folder if has_weights else None
+    return config, folder if has_weights else None
 
 
 def check_folder(name: str, *, complete: bool = True) -> None:
