@@ -1,0 +1,271 @@
+"""The shape of every conversion into RelPos: read, list what cannot be expressed, rename by a table, write whole or not
+at all.
+
+A toolkit is a subclass of `Converter` in a module of its own, `<toolkit>_format.py`. Opening the source fills the object;
+`convert_model` then asks for its obstacles, and only where there are none for configuration, weights and tokenizer.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from relpos import RelPosConfig, RelPosForConditionalGeneration
+from relpos.model_cards import write_card
+
+KeyTable = Mapping[str, str | tuple[str, ...] | None]
+"""Foreign name to own name; `*` stands for the number of a layer. A tuple names the equal parts that a fused weight is
+split into along its first axis, and None a weight that RelPos computes or does not need."""
+
+
+class ConversionError(ValueError):
+    """A model that cannot be converted; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the source decodes, in the terms of Transformers' `GenerationConfig`.
+
+    Attributes:
+        settings: Fields of `GenerationConfig`, such as `num_beams` and `length_penalty`.
+        notes: Sentences for the model card on what was translated how, and on what could not be.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Converter(ABC):
+    """A foreign model, opened. Subclasses read their files in `__init__`, whose keyword-only arguments are the options
+    that they take (`convert_model` refuses others), and raise `ConversionError` for what is missing or damaged."""
+
+    toolkit: ClassVar[str]
+    """The toolkit's name as its users write it."""
+
+    def __init__(self, source: Path):
+        if not source.exists():
+            raise ConversionError(f"There is no {self.toolkit} model {source}.")
+        self.source = source
+
+    @abstractmethod
+    def obstacles(self) -> list[str]:
+        """Every option of the model that RelPos cannot express, as "name=value" with the reason; empty if none."""
+
+    @abstractmethod
+    def config(self) -> RelPosConfig:
+        """The configuration, with the special tokens of `tokenizer`."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Tensors under RelPos's names. Tied ones may be there or not; the dtype does not matter."""
+
+    @abstractmethod
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """A tokenizer that gives the ids which the model was trained on, `</s>` at the end where the model saw one."""
+
+    def decoding(self) -> Decoding:
+        """How the source decodes, as far as its files say."""
+        return Decoding()
+
+    def facts(self) -> dict[str, Any]:
+        """What the source says of itself, for the model card (see `relpos.model_cards`): languages, steps, ..."""
+        return {}
+
+
+def convert_model(
+    converter: Converter, out: Path, *, force: bool = False, facts: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a foreign model as a RelPos folder: config, weights, tokenizer, generation config and a card.
+
+    Args:
+        converter: The opened source.
+        out: The folder to write, which appears whole or not at all.
+        force: Replace `out` where it is a saved model.
+        facts: More for the model card, which wins over what the source says.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ConversionError: `out` is taken, the model has options that RelPos cannot express (all are named), or its
+            weights do not fit its options.
+    """
+    with new_folder(out, force=force) as folder:
+        refuse(converter.obstacles(), f"The {converter.toolkit} model {converter.source}")
+        config, tokenizer, decoding = converter.config(), converter.tokenizer(), converter.decoding()
+        check_vocabulary(config, tokenizer)
+        model = build_model(config, converter.weights())
+        model.generation_config = GenerationConfig.from_model_config(config)
+        model.generation_config.update(**decoding.settings)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        write_card(folder, {"name": out.resolve().name, **card_facts(converter, decoding), **(facts or {})})
+    return out
+
+
+def card_facts(converter: Converter, decoding: Decoding) -> dict[str, Any]:
+    """Where the model came from, for its card."""
+    origin = {"Converted from": f"{converter.toolkit}, `{converter.source.name}`"}
+    facts = converter.facts()
+    return {
+        **facts,
+        "training": {**origin, **facts.get("training", {})},
+        "limits": [*decoding.notes, *facts.get("limits", ())] or None,
+    }
+
+
+def refuse(obstacles: Sequence[str], subject: str) -> None:
+    """Raise ConversionError that names all obstacles, where there are any."""
+    if obstacles:
+        raise ConversionError(f"{subject} cannot be expressed: {'; '.join(obstacles)}.")
+
+
+def rename(weights: Mapping[str, torch.Tensor], table: KeyTable) -> dict[str, torch.Tensor]:
+    """Give foreign weights their own names.
+
+    Args:
+        weights: Foreign name to tensor.
+        table: See `KeyTable`; of several patterns that match a name, the first counts.
+
+    Returns:
+        Own name to tensor; fused weights are split.
+
+    Raises:
+        ConversionError: The table has no place for a weight, or a fused weight does not divide.
+    """
+    patterns = [(re.compile(re.escape(foreign).replace(r"\*", r"(\d+)")), own) for foreign, own in table.items()]
+    renamed: dict[str, torch.Tensor] = {}
+    unknown = []
+    for name, tensor in weights.items():
+        match, own = next(
+            ((found, own) for pattern, own in patterns if (found := pattern.fullmatch(name))), (None, None)
+        )
+        if match is None:
+            unknown.append(name)
+        elif own is not None:
+            renamed |= _split(tensor, [_fill(part, match) for part in ([own] if isinstance(own, str) else own)], name)
+    refuse([f"no place for the weight {name}" for name in unknown], "The model")
+    return renamed
+
+
+def build_model(config: RelPosConfig, weights: Mapping[str, torch.Tensor]) -> RelPosForConditionalGeneration:
+    """A model with exactly these weights, in float32; nothing is left at random.
+
+    Raises:
+        ConversionError: A weight is missing, is not the configuration's, or has another size.
+    """
+    with torch.device("meta"):
+        model = RelPosForConditionalGeneration(config)
+    expected = model.state_dict()
+    tied = set(model.all_tied_weights_keys)
+    problems = [f"{name} is missing" for name in expected if name not in weights and name not in tied]
+    problems += [f"{name} is not part of it" for name in weights if name not in expected]
+    problems += [
+        f"{name} has the shape {list(weights[name].shape)} instead of {list(expected[name].shape)}"
+        for name in expected
+        if name in weights and weights[name].shape != expected[name].shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ConversionError(f"The weights do not fit the model's options: {'; '.join(problems[:3])}{more}.")
+    state = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in weights.items()}
+    model.load_state_dict(
+        {name: tensor for name, tensor in state.items() if name not in tied}, strict=False, assign=True
+    )
+    model.tie_weights()
+    model.config.dtype = torch.float32
+    return model.eval()
+
+
+def check_vocabulary(config: RelPosConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConversionError where the tokenizer has ids that the embeddings do not have."""
+    if len(tokenizer) > config.vocab_size:
+        raise ConversionError(
+            f"The tokenizer has {len(tokenizer)} tokens and the model embeds {config.vocab_size}: they do not belong together."
+        )
+
+
+@contextmanager
+def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `out` that becomes `out` where the block ends well, and vanishes where it does not.
+
+    Raises:
+        ConversionError: `out` is there already and `force` is not given, or is no saved model.
+    """
+    check_target(out, force=force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private
+        yield folder
+        _replace(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def new_file(out: Path, *, force: bool = False) -> Iterator[Path]:
+    """The same for a single file; raises ConversionError where `out` is there and `force` is not given, or is a folder."""
+    if out.is_dir() or (out.exists() and not force):
+        hint = "is a folder; name a file" if out.is_dir() else "exists; pass --force to replace it"
+        raise ConversionError(f"The output {out} {hint}.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_target(out: Path, *, force: bool) -> None:
+    """Raise ConversionError where `out` is taken: a file, a folder without `force`, or one that is no saved model."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir():
+        raise ConversionError(f"The output {out} is a file; name a folder.")
+    if not force:
+        raise ConversionError(f"The output {out} exists; pass --force to replace it.")
+    if not (out / "config.json").is_file():
+        raise ConversionError(f"The output {out} is not a saved model, so --force does not replace it.")
+
+
+def _replace(folder: Path, out: Path) -> None:
+    """Move `folder` to `out`; what was there is removed once the new one stands."""
+    old = folder.with_suffix(".old")
+    if out.exists():
+        out.rename(old)
+    folder.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _split(tensor: torch.Tensor, names: list[str], foreign: str) -> dict[str, torch.Tensor]:
+    if len(names) == 1:
+        return {names[0]: tensor}
+    if tensor.shape[0] % len(names):
+        raise ConversionError(
+            f"The weight {foreign} of shape {list(tensor.shape)} does not divide into {len(names)} parts."
+        )
+    return dict(zip(names, tensor.chunk(len(names)), strict=True))
+
+
+def _fill(own: str, match: re.Match) -> str:
+    """Put the layer numbers of a match in the place of the stars."""
+    for number in match.groups():
+        own = own.replace("*", number, 1)
+    return own
