@@ -535,14 +535,14 @@ class RelPosDecoder(RelPosStack):
     def _cache_lengths(cache: Cache | None, embeddings: torch.Tensor) -> tuple[torch.Tensor | int, int, int | None]:
         """Tokens in the cache, keys that attention will see, and the capacity where that is fixed.
 
-        Read before any layer runs. A static cache hands out its live counter, which the first layer moves before the
-        second one looks, so it is copied here.
+        Read before any layer runs, and turned into positions at once: a static cache hands out its live counter, which
+        the first layer moves before the second one looks.
         """
         if cache is None:
             return 0, embeddings.shape[1], None
         past = cache.get_seq_length()
         if isinstance(past, torch.Tensor):
-            past = past.to(embeddings.device, copy=True)
+            past = past.to(embeddings.device)
         capacity = cache.get_max_length()
         return past, cache.get_mask_sizes(embeddings.shape[1], 0)[0], capacity if capacity > 0 else None
 

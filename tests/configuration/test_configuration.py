@@ -39,7 +39,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_refuses_what_no_model_can_have(fields, message):
-    with pytest.raises(ValueError, match="must be|set one") as error:
+    with pytest.raises(ValueError, match=r"must be|set one") as error:
         RelPosConfig(**fields)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
@@ -51,7 +51,7 @@ def test_a_changed_configuration_is_checked_again_when_a_model_is_built(fields, 
     for field, value in fields.items():
         setattr(config, field, value)
     # fields of the preset may differ from the defaults, so only the field that is wrong is looked for
-    with pytest.raises(ValueError, match="must be|set one"):
+    with pytest.raises(ValueError, match=r"must be|set one"):
         RelPosForConditionalGeneration(config)
 
 
@@ -106,7 +106,7 @@ def test_presets_state_everything(name):
     fields = json.loads((configuration._FOLDER / f"{name}.json").read_text())
     default = RelPosConfig()
     stated_by_type = {"decoder_vocab_size", "is_encoder_decoder", "use_cache", "transformers_version"}
-    own = {f for f in RelPosConfig.__annotations__} - stated_by_type
+    own = set(RelPosConfig.__annotations__) - stated_by_type
     assert own <= set(fields), f"{name} leaves {own - set(fields)} to the defaults"
     assert all(hasattr(default, field) for field in fields), "an unknown field"
     assert RelPosConfig.from_pretrained(configuration._FOLDER / f"{name}.json").d_model == fields["d_model"]
@@ -125,9 +125,9 @@ def test_presets_are_the_papers_models():
 
 def test_preset_takes_overrides_and_names_what_there_is():
     assert preset("tiny", vocab_size=99).vocab_size == 99
-    with pytest.raises(ValueError, match="no preset 'bse'.*base"):
+    with pytest.raises(ValueError, match=r"no preset 'bse'.*base"):
         preset("bse")
-    with pytest.raises(ValueError, match="no preset '../base'"):
+    with pytest.raises(ValueError, match=r"no preset '../base'"):
         preset("../base")
     with pytest.raises(ValueError, match="no recipe 'x'"):
         recipe("x")
