@@ -8,21 +8,26 @@ if TYPE_CHECKING:
     from .configuration_relpos import RelPosConfig
     from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
     from .pipeline_relpos import TranslationPipeline
+    from .tokenization_relpos import RelPosTokenizer
 
 
 def register() -> None:
     """Make this package's classes known to Transformers; done on import, and harmless to repeat."""
     from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+    from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
     from .configuration_relpos import RelPosConfig
     from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
     from .pipeline_relpos import TranslationPipeline, register_translation
+    from .tokenization_relpos import RelPosTokenizer
 
     AutoConfig.register("relpos", RelPosConfig, exist_ok=True)
     AutoModel.register(RelPosConfig, RelPosModel, exist_ok=True)
     AutoModelForSeq2SeqLM.register(RelPosConfig, RelPosForConditionalGeneration, exist_ok=True)
+    # By name alone, not for the configuration's class: most RelPos models have an ordinary fast tokenizer.
+    REGISTERED_TOKENIZER_CLASSES[RelPosTokenizer.__name__] = RelPosTokenizer
     register_translation()
-    classes = (RelPosConfig, RelPosForConditionalGeneration, RelPosModel, TranslationPipeline)
+    classes = (RelPosConfig, RelPosForConditionalGeneration, RelPosModel, RelPosTokenizer, TranslationPipeline)
     globals().update({exported.__name__: exported for exported in classes})
 
 
@@ -38,4 +43,4 @@ def __getattr__(name: str) -> Any:
 if Path(sys.argv[0] if sys.argv else "").stem != "relpos":
     register()
 
-__all__ = ["RelPosConfig", "RelPosForConditionalGeneration", "RelPosModel", "TranslationPipeline"]
+__all__ = ["RelPosConfig", "RelPosForConditionalGeneration", "RelPosModel", "RelPosTokenizer", "TranslationPipeline"]
