@@ -52,7 +52,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> Path:
     card = render_card(folder, facts)
     path = folder / "README.md"
     partial = folder / "README.md.partial"
-    partial.write_text(card.content, encoding="utf-8")
+    partial.write_text(card.content.rstrip() + "\n", encoding="utf-8")
     os.replace(partial, path)
     return path
 
@@ -73,6 +73,7 @@ def render_card(folder: Path, facts: dict[str, Any]) -> ModelCard:
         generation=_generation_settings(folder),
         parameters=parameters,
         positions=describe_positions(config),
+        limits=_limits(config, facts),
         facts=facts,
     )
 
@@ -122,6 +123,18 @@ def _metadata_scores(facts: dict[str, Any]) -> list[EvalResult]:
         )
         for score in result["scores"]
     ]
+
+
+def _limits(config: Any, facts: dict[str, Any]) -> list[str]:
+    """What is known to be out of reach: what training left unseen, and the limits that are given."""
+    limits = []
+    if trained_on := getattr(config, "longest_training_source", None):
+        limits.append(
+            f"The longest source in training had {trained_on:,} tokens. Longer ones are translated whole, but how well "
+            "was not measured."
+        )
+    given = facts.get("limits", [])
+    return limits + ([given] if isinstance(given, str) else list(given))
 
 
 def _generation_settings(folder: Path) -> dict[str, Any]:
