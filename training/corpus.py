@@ -20,6 +20,8 @@ from datasets import Dataset, DatasetDict, Features, Translation
 BUNDLED = "libreoffice-help"
 """Name under which the bundled English-German corpus is read instead of a file."""
 BUNDLED_LANGUAGES = ("en", "de")
+BUNDLED_SOURCE = "LibreOffice help, English and German (https://www.libreoffice.org)"
+BUNDLED_LICENSE = "MPL-2.0"
 
 # The bundled corpus keeps the order of the documents, so sentences that stand together come from the same page. The
 # held-out pairs are whole runs of neighbours, taken from this many places so that they cover the corpus.
@@ -34,7 +36,9 @@ class CorpusError(ValueError):
     """A corpus that cannot be read as it stands; the message is one sentence that names the file and the line."""
 
 
-def read_corpus(source: str | Path | Sequence[str | Path], *, languages: tuple[str, str], split: str = "train") -> Dataset:
+def read_corpus(
+    source: str | Path | Sequence[str | Path], *, languages: tuple[str, str], split: str = "train"
+) -> Dataset:
     """Read a parallel corpus.
 
     Args:
@@ -174,9 +178,7 @@ def twin_key(text: str) -> str:
 def drop_empty_pairs(corpus: Dataset) -> Dataset:
     """The pairs that have text on both sides: a pair with an empty side teaches a model to say nothing."""
     keep = [
-        row
-        for row, pair in enumerate(corpus["translation"])
-        if all((text or "").strip() for text in pair.values())
+        row for row, pair in enumerate(corpus["translation"]) if all((text or "").strip() for text in pair.values())
     ]
     return corpus if len(keep) == len(corpus) else corpus.select(keep)
 

@@ -1,0 +1,235 @@
+"""Seq2SeqTrainer with batches cut by tokens, the paper's optimizer settings, and saves that are whole or absent."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedModel, ProgressCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from .batching import TokenBatchSampler, sequence_lengths
+
+_STAGING = ".saving"
+
+
+@dataclass
+class TranslationTrainingArguments(Seq2SeqTrainingArguments):
+    """Transformers' arguments with the paper's settings as defaults, and a budget of tokens instead of a batch size.
+
+    Adam's betas and epsilon, the inverse square root schedule with 4,000 steps of warm-up and label smoothing are from
+    Shaw et al. 2018, section 4.1 (after Vaswani et al. 2017, sections 5.3 and 5.4).
+    """
+
+    max_tokens: int = field(
+        default=4096, metadata={"help": "Tokens of a batch per side and device, with padding; replaces the batch size."}
+    )
+    sort_window: int = field(
+        default=100_000, metadata={"help": "Pairs that are sorted by length together; more of them need less padding."}
+    )
+    learning_rate: float = field(default=7e-4, metadata={"help": "The peak, reached after warmup_steps."})
+    lr_scheduler_type: str = field(default="inverse_sqrt", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=4000, metadata={"help": "Steps of linear warm-up; below 1: a share of all."})
+    adam_beta2: float = field(default=0.98, metadata={"help": "Beta2 of Adam."})
+    adam_epsilon: float = field(default=1e-9, metadata={"help": "Epsilon of Adam."})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Norm that gradients are clipped to; 0: not clipped."})
+    label_smoothing_factor: float = field(default=0.1, metadata={"help": "Label smoothing."})
+    predict_with_generate: bool = field(default=True, metadata={"help": "Evaluate by translating."})
+    generation_num_beams: int | None = field(default=1, metadata={"help": "Beams in evaluations during training."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Pairs of a batch in evaluation."})
+    logging_steps: float = field(default=100, metadata={"help": "Steps between two lines of the log."})
+    report_to: None | str | list[str] = field(default="none", metadata={"help": "Where else to log to."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Batches of a sampler differ in their number of pairs, so accelerate cannot make them even. Nor need it: the
+        # sampler itself makes their number a multiple of the number of processes.
+        self.accelerator_config.even_batches = False
+
+
+class TranslationTrainer(Seq2SeqTrainer):
+    """Seq2SeqTrainer, but for batches by tokens, a quiet progress bar, and saves that are whole or absent.
+
+    The training set needs the columns `input_ids` and `labels`. Saved configurations have `use_cache` on, which
+    Trainer turns off in the model that it trains.
+    """
+
+    args: TranslationTrainingArguments
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._redirected_to: str | None = None
+        for callback in (ProgressCallback, PrinterCallback):
+            self.remove_callback(callback)
+        self.add_callback(TrainingLog())
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of `max_tokens` tokens per side, a share of them on each process."""
+        if self.train_dataset is None:
+            raise ValueError("train_dataset must be given to train on, not None.")
+        loader = DataLoader(
+            self._remove_unused_columns(self.train_dataset, description="training"),
+            batch_sampler=self.batch_sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+        return self.accelerator.prepare(loader)
+
+    @cached_property
+    def batch_sampler(self) -> TokenBatchSampler:
+        """The sampler of the training set, with the same plan on every process."""
+        sampler = TokenBatchSampler(
+            sequence_lengths(self.train_dataset, "input_ids"),
+            sequence_lengths(self.train_dataset, "labels"),
+            max_tokens=self.args.max_tokens,
+            window=self.args.sort_window,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            multiple_of=self.args.world_size,
+        )
+        self.add_callback(_EpochOfSampler(sampler))
+        return sampler
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._redirected_to or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint beside its place and move it there once it is whole.
+
+        Trainer writes file by file into the final folder, so that a run that dies meanwhile leaves half a checkpoint,
+        which it would resume from.
+        """
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        staging = run_dir / _STAGING
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._redirected_to = str(staging)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._redirected_to = None
+        self.accelerator.wait_for_everyone()
+        best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        if self.state.best_global_step and (best.name == name or best.is_dir()):
+            self.state.best_model_checkpoint = str(best)
+        if self.args.should_save:
+            self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+            os.replace(staging / name, run_dir / name)
+            staging.rmdir()
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with _cache_in_config(self.accelerator.unwrap_model(self.model)):
+            super()._save(output_dir, state_dict)
+
+
+class TrainingLog(ProgressCallback):
+    """A progress bar where there is a terminal, and one readable line per entry of the log."""
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = _bar(args, state.max_steps, "training")
+            self.training_bar.update(state.global_step)
+        self.current_step = state.global_step
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs) -> None:
+        if state.is_world_process_zero:
+            if self.prediction_bar is None:
+                self.prediction_bar = _bar(args, len(eval_dataloader), "translating", leave=False)
+            self.prediction_bar.update(1)
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
+            tqdm.write(
+                f"step {state.global_step:>6,}/{state.max_steps:,}   loss {logs['loss']:.3f}   "
+                f"learning rate {logs['learning_rate']:.2e}   epoch {logs.get('epoch', 0):.2f}"
+            )
+        elif state.is_world_process_zero and logs and "eval_bleu" in logs and self.training_bar is not None:
+            tqdm.write(
+                f"step {state.global_step:>6,}/{state.max_steps:,}   validation loss {logs['eval_loss']:.3f}   "
+                f"BLEU {logs['eval_bleu']:.1f}   chrF {logs['eval_chrf']:.1f}"
+            )
+
+
+def _bar(args: TranslationTrainingArguments, total: int, description: str, *, leave: bool = True) -> tqdm:
+    # None: where standard error is a terminal
+    disable = True if args.disable_tqdm else None
+    return tqdm(total=total, desc=description, dynamic_ncols=True, disable=disable, leave=leave)
+
+
+class _EpochOfSampler(TrainerCallback):
+    """Tells the sampler its epoch. Trainer does so itself, but does not find it when several processes resume."""
+
+    def __init__(self, sampler: TokenBatchSampler) -> None:
+        self.sampler = sampler
+
+    def on_epoch_begin(self, args, state, control, **kwargs) -> None:
+        self.sampler.set_epoch(int(state.epoch or 0))
+
+
+def set_generation_defaults(model: PreTrainedModel, *, max_length: int = 512) -> None:
+    """Give a model the generation settings that it is saved with.
+
+    Beam 4 and length penalty 0.6 as in the paper, but its penalty divides a hypothesis's score by ((5 + n) / 6)^0.6
+    (Wu et al. 2016), where Transformers divides by n^0.6, which favours long ones a little more.
+
+    Args:
+        model: An encoder-decoder model.
+        max_length: Tokens of a translation at most; Transformers' own default of 20 cuts sentences off.
+    """
+    config = model.config
+    model.generation_config = GenerationConfig(
+        max_length=max_length,
+        num_beams=4,
+        length_penalty=0.6,
+        use_cache=True,
+        pad_token_id=config.pad_token_id,
+        eos_token_id=config.eos_token_id,
+        bos_token_id=config.bos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+    )
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Save a model and its tokenizer into a folder so that it is seen whole or not at all.
+
+    The files are written to a folder within and then moved, config.json last: without it nothing opens the model.
+    """
+    staging = folder / _STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    with _cache_in_config(model):
+        model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    (folder / "config.json").unlink(missing_ok=True)
+    for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, folder / file.name)
+    staging.rmdir()
+
+
+@contextmanager
+def _cache_in_config(model: PreTrainedModel) -> Iterator[None]:
+    during_training = model.config.use_cache
+    model.config.use_cache = True
+    try:
+        yield
+    finally:
+        model.config.use_cache = during_training
