@@ -90,7 +90,9 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
         from google.protobuf.message import DecodeError
         from transformers.convert_slow_tokenizer import SpmConverter, import_protobuf
     except ImportError as error:
-        raise ImportError("Reading a SentencePiece model needs protobuf: pip install 'relpos[sentencepiece]'.") from error
+        raise ImportError(
+            "Reading a SentencePiece model needs protobuf: pip install 'relpos[sentencepiece]'."
+        ) from error
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"There is no SentencePiece model {path}.")
