@@ -39,6 +39,11 @@ def main() -> None:
         if type(error).__module__.partition(".")[0] != "relpos":
             raise
         code = _fail(str(error))
+    except ImportError as error:
+        # Raised by hand where a library is missing or too old, and says what to install; a bug in an import has a name.
+        if error.name:
+            raise
+        code = _fail(str(error))
     sys.exit(code)
 
 

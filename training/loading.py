@@ -1,6 +1,8 @@
 """Opens a saved model for the `relpos` command: complete, or refused in one sentence that says what is wrong."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +45,17 @@ def load_model(name: str) -> LoadedModel:
     """
     check_folder(name)
     config = load_config(name)
-    logging.disable_progress_bar()
     try:
-        # Mismatched sizes are let through here, and refused below with the names and sizes of what does not fit.
-        model, info = AutoModelForSeq2SeqLM.from_pretrained(
-            name, config=config, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        # What does not fit is let through in silence here, and refused below with its names and sizes.
+        with _quiet_library():
+            model, info = AutoModelForSeq2SeqLM.from_pretrained(
+                name, config=config, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"The model {name} cannot be opened: {_first_sentence(error)}") from error
     _check_weights_fit(name, info)
-    model.to(torch.accelerator.current_accelerator() or "cpu").eval()
+    model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu").eval()
     return LoadedModel(model=model, tokenizer=tokenizer, name=name)
 
 
@@ -128,6 +130,20 @@ def read_shapes(file: Path) -> dict[str, tuple[list[int], str]]:
             return {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
     except SafetensorError as error:
         raise ModelError(f"The weight file {file} is cut off or damaged: {_first_sentence(error)}") from error
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """No progress bar over the weights, and no table of those that do not fit, which `load_model` reports."""
+    verbosity, progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if progress_bar:
+            logging.enable_progress_bar()
 
 
 def _check_weights_fit(name: str, info: dict[str, Any]) -> None:
