@@ -23,8 +23,9 @@ from relpos import RelPosConfig, RelPosForConditionalGeneration
 from relpos.model_cards import write_card
 
 KeyTable = Mapping[str, str | tuple[str, ...] | None]
-"""Foreign name to own name; `*` stands for the number of a layer. A tuple names the equal parts that a fused weight is
-split into along its first axis, and None a weight that RelPos computes or does not need."""
+"""Foreign name to own name, of one weight or of a module with all its weights (`.weight`, `.bias`); `*` stands for the
+number of a layer. A tuple names the equal parts that fused weights are split into along their first axis, and None what
+RelPos computes or does not need."""
 
 
 class ConversionError(ValueError):
@@ -133,8 +134,8 @@ def rename(weights: Mapping[str, torch.Tensor], table: KeyTable) -> dict[str, to
     """Give foreign weights their own names.
 
     Args:
-        weights: Foreign name to tensor.
-        table: See `KeyTable`; of several patterns that match a name, the first counts.
+        weights: Foreign name to tensor; names are modules joined by dots.
+        table: See `KeyTable`. The entry of a weight goes before that of its module, and earlier entries before later.
 
     Returns:
         Own name to tensor; fused weights are split.
@@ -142,56 +143,73 @@ def rename(weights: Mapping[str, torch.Tensor], table: KeyTable) -> dict[str, to
     Raises:
         ConversionError: The table has no place for a weight, or a fused weight does not divide.
     """
-    patterns = [(re.compile(re.escape(foreign).replace(r"\*", r"(\d+)")), own) for foreign, own in table.items()]
     renamed: dict[str, torch.Tensor] = {}
     unknown = []
     for name, tensor in weights.items():
-        match, own = next(
-            ((found, own) for pattern, own in patterns if (found := pattern.fullmatch(name))), (None, None)
-        )
-        if match is None:
+        found = own_names(name, table)
+        if found is None:
             unknown.append(name)
-        elif own is not None:
-            renamed |= _split(tensor, [_fill(part, match) for part in ([own] if isinstance(own, str) else own)], name)
-    refuse([f"no place for the weight {name}" for name in unknown], "The model")
+        elif found:
+            renamed |= _split(tensor, found, name)
+    refuse([f"RelPos has no place for the weight {name}" for name in unknown], "The model")
     return renamed
+
+
+def own_names(foreign: str, table: KeyTable) -> list[str] | None:
+    """The names of a foreign weight here: several for a fused one, none if it is not needed, None if it is unknown."""
+    module, _, parameter = foreign.rpartition(".")
+    found = _look_up(foreign, table, ending="")
+    return _look_up(module, table, ending=f".{parameter}") if found is None else found
 
 
 def build_model(config: RelPosConfig, weights: Mapping[str, torch.Tensor]) -> RelPosForConditionalGeneration:
     """A model with exactly these weights, in float32; nothing is left at random.
 
     Raises:
-        ConversionError: A weight is missing, is not the configuration's, or has another size.
+        ConversionError: A weight is missing, is not the configuration's, has another shape, or should be tied to one
+            that it differs from.
     """
     with torch.device("meta"):
         model = RelPosForConditionalGeneration(config)
-    expected = model.state_dict()
-    tied = set(model.all_tied_weights_keys)
-    problems = [f"{name} is missing" for name in expected if name not in weights and name not in tied]
-    problems += [f"{name} is not part of it" for name in weights if name not in expected]
-    problems += [
-        f"{name} has the shape {list(weights[name].shape)} instead of {list(expected[name].shape)}"
-        for name in expected
-        if name in weights and weights[name].shape != expected[name].shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ConversionError(f"The weights do not fit the model's options: {'; '.join(problems[:3])}{more}.")
+    weights = dict(weights)
+    for name, shared in model.all_tied_weights_keys.items():
+        if name in weights and not torch.equal(weights[name], weights.setdefault(shared, weights[name])):
+            raise ConversionError(f"The weights do not fit the model's options: {name} should be the same as {shared}.")
+        weights.pop(name, None)
+    _check_shapes(weights, model)
     state = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in weights.items()}
-    model.load_state_dict(
-        {name: tensor for name, tensor in state.items() if name not in tied}, strict=False, assign=True
-    )
+    model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = torch.float32
     return model.eval()
 
 
+def _check_shapes(weights: Mapping[str, torch.Tensor], model: RelPosForConditionalGeneration) -> None:
+    """Refuse weights that are not the model's own, tied ones aside, in number and shape."""
+    expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in model.all_tied_weights_keys:
+        del expected[name]
+    problems = [f"{name} is missing" for name in expected if name not in weights]
+    problems += [f"{name} is not part of the model" for name in weights if name not in expected]
+    problems += [
+        f"{name} has the shape {list(weights[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if name in weights and list(weights[name].shape) != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ConversionError(f"The weights do not fit the model's options: {'; '.join(problems[:3])}{more}.")
+
+
 def check_vocabulary(config: RelPosConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConversionError where the tokenizer has ids that the embeddings do not have."""
-    if len(tokenizer) > config.vocab_size:
-        raise ConversionError(
-            f"The tokenizer has {len(tokenizer)} tokens and the model embeds {config.vocab_size}: they do not belong together."
-        )
+    sides = {"source": (len(tokenizer), config.vocab_size)}
+    sides["target"] = (getattr(tokenizer, "target_vocab_size", len(tokenizer)), config.decoder_vocab_size)
+    for side, (tokens, embedded) in sides.items():
+        if tokens > embedded:
+            raise ConversionError(
+                f"The tokenizer has {tokens} {side} tokens and the model embeds {embedded}: they do not belong together."
+            )
 
 
 @contextmanager
@@ -254,14 +272,14 @@ def _umask() -> int:
     return mask
 
 
-def _split(tensor: torch.Tensor, names: list[str], foreign: str) -> dict[str, torch.Tensor]:
-    if len(names) == 1:
-        return {names[0]: tensor}
-    if tensor.shape[0] % len(names):
-        raise ConversionError(
-            f"The weight {foreign} of shape {list(tensor.shape)} does not divide into {len(names)} parts."
-        )
-    return dict(zip(names, tensor.chunk(len(names)), strict=True))
+def _look_up(name: str, table: KeyTable, *, ending: str) -> list[str] | None:
+    for foreign, own in table.items():
+        match = re.fullmatch(re.escape(foreign).replace(r"\*", r"(\d+)"), name)
+        if match and own is None:
+            return []
+        if match:
+            return [_fill(part, match) + ending for part in ([own] if isinstance(own, str) else own)]
+    return None
 
 
 def _fill(own: str, match: re.Match) -> str:
@@ -269,3 +287,13 @@ def _fill(own: str, match: re.Match) -> str:
     for number in match.groups():
         own = own.replace("*", number, 1)
     return own
+
+
+def _split(tensor: torch.Tensor, names: list[str], foreign: str) -> dict[str, torch.Tensor]:
+    if len(names) == 1:
+        return {names[0]: tensor}
+    if tensor.shape[0] % len(names):
+        raise ConversionError(
+            f"The weight {foreign} of shape {list(tensor.shape)} does not divide into {len(names)} equal parts."
+        )
+    return dict(zip(names, tensor.chunk(len(names)), strict=True))
