@@ -208,7 +208,8 @@ def _from_lines(reader, paths: list[Path], languages: tuple[str, str]) -> Datase
 
     `datasets` reuses that file when it sees the same arguments again, so the arguments tell the state of the files.
     """
-    files = [(str(path.resolve()), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    # A tuple: `datasets` would take a list for shards, and give the reader one file at a time.
+    files = tuple((str(path.resolve()), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths)
     features = Features({"translation": Translation(languages=list(languages))})
     progress_bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -227,7 +228,7 @@ def _from_lines(reader, paths: list[Path], languages: tuple[str, str]) -> Datase
     return corpus
 
 
-def _table_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
+def _table_lines(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
     path = files[0][0]
     line = None
     for number, line in enumerate(_lines(path), 1):
@@ -238,7 +239,7 @@ def _table_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
     _refuse_empty(path, line)
 
 
-def _json_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
+def _json_lines(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
     path = files[0][0]
     line = None
     for number, line in enumerate(_lines(path), 1):
@@ -254,7 +255,7 @@ def _json_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
     _refuse_empty(path, line)
 
 
-def _parallel_lines(files: list, languages: tuple[str, str]) -> Iterator[dict]:
+def _parallel_lines(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
     paths = [path for path, *_ in files]
     readers = [_lines(path) for path in paths]
     line = None
