@@ -30,6 +30,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     HfArgumentParser,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
@@ -191,6 +192,7 @@ def train(run: Run) -> Path:
         sets = {name: tokenize(corpus, tokenizer, run.data) for name, corpus in pairs.items()}
     model = make_model(run, tokenizer)
     train_set = within(sets["train"], run.data.max_length)
+    _record_longest_source(model.config, train_set)
     validation_set = sorted_by_length(sets["validation"]) if "validation" in sets else None
     trainer = TranslationTrainer(
         model=model,
@@ -285,6 +287,13 @@ def within(dataset: Dataset, max_length: int) -> Dataset:
             f"max_length={max_length} leaves no pair to train on; the shortest has {longest.min()} tokens."
         )
     return dataset if longest.max() <= max_length else dataset.select(np.flatnonzero(longest <= max_length))
+
+
+def _record_longest_source(config: PreTrainedConfig, dataset: Dataset) -> None:
+    """Keep in the saved model how long the sources were that it has seen: nothing else stops a model without a ceiling,
+    so `relpos translate` names the lines that are longer. A fine-tuned model keeps the greater length."""
+    longest = int(sequence_lengths(dataset, "input_ids").max())
+    config.longest_training_source = max(longest, getattr(config, "longest_training_source", None) or 0)
 
 
 def sorted_by_length(dataset: Dataset) -> Dataset:
