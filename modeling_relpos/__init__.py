@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make this package's classes known to Transformers; done on import, and harmless to repeat."""
     from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
+    )
     from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
     from .configuration_relpos import RelPosConfig
@@ -27,6 +31,9 @@ def register() -> None:
     # By name alone, not for the configuration's class: most RelPos models have an ordinary fast tokenizer.
     REGISTERED_TOKENIZER_CLASSES[RelPosTokenizer.__name__] = RelPosTokenizer
     register_translation()
+    # `register` above serves look-ups by configuration class; the library's tests and some tools look by model type
+    MODEL_MAPPING_NAMES["relpos"] = RelPosModel.__name__
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES["relpos"] = RelPosForConditionalGeneration.__name__
     classes = (RelPosConfig, RelPosForConditionalGeneration, RelPosModel, RelPosTokenizer, TranslationPipeline)
     globals().update({exported.__name__: exported for exported in classes})
 

@@ -1,3 +1,4 @@
+# Copyright 2026 The RelPos authors. Licensed under the Apache License, Version 2.0.
 """Configuration of RelPos: an encoder-decoder Transformer with the relative position representations of Shaw et al. 2018."""
 
 from typing import Any
@@ -38,7 +39,8 @@ class RelPosConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`): Size of the source vocabulary, and of the target's where that is not given.
-        decoder_vocab_size (`int`, *optional*): Size of the target vocabulary; `vocab_size` by default.
+        decoder_vocab_size (`int`, *optional*): Size of the target vocabulary; `vocab_size` by default, and whenever that
+            is assigned to a configuration whose embeddings are shared.
         d_model (`int`): Width of the layers.
         encoder_layers, decoder_layers (`int`): Number of layers.
         encoder_attention_heads, decoder_attention_heads (`int`): Number of heads; each must divide `d_model`.
@@ -135,6 +137,12 @@ class RelPosConfig(PreTrainedConfig):
             self.decoder_start_token_id = self.pad_token_id
         super().__post_init__(**kwargs)
         self.validate_relpos()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # one table serves both sides, as in `config.vocab_size = len(tokenizer)`
+        if name == "vocab_size" and self.__dict__.get("share_encoder_decoder_embeddings"):
+            self.decoder_vocab_size = value
 
     @property
     def custom_pipelines(self) -> dict[str, dict[str, Any]]:

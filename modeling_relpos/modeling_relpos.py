@@ -520,8 +520,8 @@ class RelPosDecoder(RelPosStack):
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=mask,
-                encoder_hidden_states=encoder_hidden_states,
+                mask,
+                encoder_hidden_states,  # by position: reentrant checkpointing gives no gradient to keyword arguments
                 encoder_attention_mask=encoder_mask,
                 rows=rows,
                 cache=cache,
@@ -665,7 +665,6 @@ class RelPosForConditionalGeneration(RelPosPreTrainedModel, GenerationMixin):
             # the model without its output layer, which belongs to the target
             return self.model.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        self.config.decoder_vocab_size = self.config.vocab_size
         self._fit_lm_head()
         return embeddings
 
@@ -700,6 +699,7 @@ class RelPosForConditionalGeneration(RelPosPreTrainedModel, GenerationMixin):
                 new_rows[:kept] = old_rows[:kept]
                 new_rows[kept:] = old_rows.mean(0)
                 new_rows.requires_grad_(old_rows.requires_grad)
+        new._is_hf_initialized = True  # or a later `post_init` would draw it anew
         self.lm_head = new
         self.tie_weights()
 
