@@ -56,6 +56,7 @@ def learned_model(tmp_path_factory):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    model.generation_config.max_length = 64
     model.config.longest_training_source = batch["input_ids"].shape[1]
     model.config.source_language, model.config.target_language = "en", "de"
     folder = tmp_path_factory.mktemp("models") / "learned"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
@@ -64,7 +65,8 @@ def load_config(name: str) -> Any:
     check_folder(name, complete=False)
     relpos.register()
     try:
-        return AutoConfig.from_pretrained(name)
+        with _quiet_library():
+            return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, StrictDataclassError) as error:
         where = "" if Path(name).is_dir() else " and is no folder here either"
         raise ModelError(f"The model {name} cannot be opened{where}: {_first_sentence(error)}") from error
@@ -97,6 +99,8 @@ def check_folder(name: str, *, complete: bool = True) -> None:
             raise ModelError(f"The model {name} is a file; a saved model is a folder with a config.json in it.")
         if folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2:
             raise ModelError(f"The model folder {name} does not exist.")
+        if len(folder.parts) != 2:
+            raise ModelError(f"The model {name} is neither a folder nor the name of a model on the Hub (user/name).")
         return
     if not (folder / "config.json").is_file():
         raise ModelError(f"The folder {name} holds no config.json, so it is not a saved model.")
@@ -134,14 +138,17 @@ def read_shapes(file: Path) -> dict[str, tuple[list[int], str]]:
 
 @contextmanager
 def _quiet_library() -> Iterator[None]:
-    """No progress bar over the weights, and no table of those that do not fit, which `load_model` reports."""
+    """No progress bar over the weights, and no reports of what fails, which this module says in one sentence."""
     verbosity, progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_verbosity = hub_logging.get_verbosity()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if progress_bar:
             logging.enable_progress_bar()
 

@@ -1,5 +1,6 @@
 """Translates sentences and streams of lines: as many lines come out as go in, in the same order."""
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -159,17 +160,18 @@ def _generation_config(model: Any, token_ids: list[list[int]], beams: int | None
     Twice the longest source and 50 tokens more is room for any translation between languages that share a subword
     vocabulary, and still ends a model that repeats itself. A longer limit of the model's own is kept.
     """
-    config = model.generation_config
-    own_limit = config.max_new_tokens or config.max_length or 0
-    changes = {
-        "max_new_tokens": max_new_tokens or max(own_limit, 2 * max(map(len, token_ids)) + 50),
-        "max_length": None,  # the library warns about two limits
-    }
+    own = model.generation_config
+    # The field that the model's own settings use: the library warns where both are set. max_length counts the token
+    # that starts the decoder.
+    field, start = ("max_new_tokens", 0) if own.max_new_tokens else ("max_length", 1)
+    own_limit = (getattr(own, field) or 0) - start
+    limit = max_new_tokens or max(own_limit, 2 * max(map(len, token_ids)) + 50)
+    changes: dict[str, Any] = {field: limit + start}
     if beams:
         changes |= {"num_beams": beams, "do_sample": False}
-    copy = type(config).from_dict(config.to_dict())
-    copy.update(**changes)
-    return copy
+    config = copy.deepcopy(own)
+    config.update(**changes)
+    return config
 
 
 def _warn_about(loaded: LoadedModel, number: int, translation: Translation, warn: Callable[[str], None]) -> None:

@@ -105,6 +105,11 @@ def test_folder_that_is_not_there(name):
         load_model(name)
 
 
+def test_name_that_is_neither_a_folder_nor_on_the_hub():
+    with pytest.raises(ModelError, match="nothing is neither a folder nor the name of a model on the Hub"):
+        find_config("nothing")
+
+
 def test_file_in_place_of_a_folder(folder):
     with pytest.raises(ModelError, match="is a file; a saved model is a folder"):
         load_model(str(folder / "config.json"))

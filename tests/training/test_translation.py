@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration
 from relpos.training.loading import load_model
@@ -44,11 +44,36 @@ def test_limit_of_new_tokens(loaded):
     assert "Die Tabelle ist leer.".startswith(cut.text)
 
 
-def test_a_long_limit_of_the_model_is_kept_and_a_short_one_is_not(learned_model):
+@pytest.mark.parametrize(
+    ("own", "given", "limit"),
+    [
+        ({"max_length": 101}, None, 100),
+        ({"max_new_tokens": 100}, None, 100),
+        ({"max_length": 5}, None, None),
+        ({"max_new_tokens": 5}, None, None),
+        ({}, None, None),
+        ({"max_length": 101}, 7, 7),
+        ({"max_new_tokens": 100}, 7, 7),
+    ],
+)
+def test_limit_is_the_users_or_the_larger_of_the_models_and_twice_the_source_and_50(
+    learned_model, monkeypatch, capfd, own, given, limit
+):
+    """With an end-of-sentence token that never comes, the model runs into the limit."""
     loaded = load_model(str(learned_model))
-    loaded.model.generation_config.max_length = 3
-    (translation,) = translate_sentences(loaded, ["The table is empty."])
-    assert translation.text == "Die Tabelle ist leer."
+    loaded.model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **own)
+    loaded.model.generation_config.suppress_tokens = [1]
+    lengths = []
+    decode = loaded.tokenizer.batch_decode
+    monkeypatch.setattr(
+        loaded.tokenizer,
+        "batch_decode",
+        lambda tokens, **options: lengths.append(tokens.shape[1]) or decode(tokens, **options),
+    )
+    (translation,) = translate_sentences(loaded, ["Yes"], max_new_tokens=given)
+    assert lengths == [(limit or 2 * translation.source_tokens + 50) + 1]  # and the token that starts the decoder
+    assert not translation.complete
+    assert "Both `max_new_tokens`" not in capfd.readouterr().err
 
 
 def test_output_has_no_line_breaks(loaded, monkeypatch):
