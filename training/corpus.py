@@ -125,7 +125,7 @@ def hold_out(corpus: Dataset, *, validation: int, test: int, sections: int = 10)
             raise CorpusError(f"{name} must be a positive multiple of sections={sections}, not {size}.")
     blocks = _candidate_blocks(len(corpus), sizes, sections)
     source_language, target_language = corpus.features["translation"].languages
-    pairs = corpus["translation"]
+    pairs = corpus["translation"][:]
     keys = [twin_key(pair[source_language]) if pair[target_language].strip() else "" for pair in pairs]
     candidates = {row for ranges in blocks.values() for block in ranges for row in block}
     rows = {"train": [row for row in range(len(corpus)) if row not in candidates]}
@@ -178,7 +178,7 @@ def twin_key(text: str) -> str:
 def drop_empty_pairs(corpus: Dataset) -> Dataset:
     """The pairs that have text on both sides: a pair with an empty side teaches a model to say nothing."""
     keep = [
-        row for row, pair in enumerate(corpus["translation"]) if all((text or "").strip() for text in pair.values())
+        row for row, pair in enumerate(corpus["translation"][:]) if all((text or "").strip() for text in pair.values())
     ]
     return corpus if len(keep) == len(corpus) else corpus.select(keep)
 

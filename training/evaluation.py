@@ -63,7 +63,7 @@ def read_held_out(
         if split not in splits:
             raise EvaluationError(f"split is {split!r}; the bundled corpus has {', '.join(splits)}.")
         pairs, name = splits[split], f"the {split} part of the bundled corpus"
-    rows = pairs["translation"]
+    rows = pairs["translation"][:]
     source_language, target_language = languages
     return [row[source_language] for row in rows], [row[target_language] for row in rows], name
 

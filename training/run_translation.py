@@ -234,7 +234,7 @@ def make_tokenizer(model: ModelArguments, data: DataArguments, pairs: Dataset) -
     named = model.tokenizer or (None if model.model in presets() else model.model)
     if named is None:
         step = -(-len(pairs) // data.subword_sentences)
-        sample = pairs.select(range(0, len(pairs), step))["translation"]
+        sample = pairs.select(range(0, len(pairs), step))["translation"][:]
         texts = [pair[language] for pair in sample for language in (data.source_lang, data.target_lang)]
         try:
             return train_tokenizer(texts, vocab_size=model.vocab_size)

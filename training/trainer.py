@@ -46,7 +46,6 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
     generation_num_beams: int | None = field(default=1, metadata={"help": "Beams in evaluations during training."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Pairs of a batch in evaluation."})
     logging_steps: float = field(default=100, metadata={"help": "Steps between two lines of the log."})
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "Where else to log to."})
 
     def __post_init__(self) -> None:
         super().__post_init__()

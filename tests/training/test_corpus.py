@@ -1,0 +1,217 @@
+import gzip
+import hashlib
+import json
+import random
+import re
+
+import datasets
+import pytest
+
+from relpos.training.corpus import (
+    BUNDLED,
+    CorpusError,
+    bundled_splits,
+    drop_empty_pairs,
+    hold_out,
+    read_corpus,
+    twin_key,
+)
+
+LANGUAGES = ("en", "de")
+DIGESTS = {"validation": "21961f0b38fdfe42", "test": "6d6f8837b7aa721f"}
+PAIRS = [("A house.", "Ein Haus."), ("", "leer"), ("a\u2028b\x85c", "ä  ö"), ("tail", "")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return bundled_splits()
+
+
+def pairs_of(corpus, languages=LANGUAGES):
+    return [tuple(pair[language] for language in languages) for pair in corpus["translation"][:]]
+
+
+def write_all_forms(folder):
+    """The same pairs in every form that is read, by the argument that reads it."""
+    table = "".join(f"{source}\t{target}\n" for source, target in PAIRS)
+    rows = [{"translation": dict(zip(LANGUAGES, pair))} for pair in PAIRS]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "c.tsv").write_text(table, encoding="utf-8", newline="")
+    (folder / "extra.tsv").write_text(table.replace("\n", "\tmore\n"), encoding="utf-8", newline="")
+    (folder / "windows.tsv").write_bytes(b"\xef\xbb\xbf" + table.replace("\n", "\r\n").encode())
+    (folder / "z.tsv.gz").write_bytes(gzip.compress(table.encode()))
+    (folder / "c.json").write_text(lines, encoding="utf-8")
+    (folder / "z.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for side, language in enumerate(LANGUAGES):
+        text = "\n".join(pair[side] for pair in PAIRS) + "\n"
+        (folder / f"plain.{language}").write_text(text, encoding="utf-8", newline="")
+        (folder / f"zipped.{language}.gz").write_bytes(gzip.compress(text.encode()))
+    names = ["c.tsv", "extra.tsv", "windows.tsv", "z.tsv.gz", "c.json", "z.jsonl.gz", "plain", "zipped"]
+    return [str(folder / name) for name in names] + [[folder / "plain.en", folder / "plain.de"]]
+
+
+def test_every_form_gives_the_same_pairs_line_for_line(tmp_path):
+    for source in write_all_forms(tmp_path):
+        assert pairs_of(read_corpus(source, languages=LANGUAGES)) == PAIRS, source
+
+
+def test_a_file_without_a_last_line_feed_is_whole(tmp_path):
+    (tmp_path / "c.tsv").write_text("a\tb\nc\td", encoding="utf-8")
+    assert pairs_of(read_corpus(tmp_path / "c.tsv", languages=LANGUAGES)) == [("a", "b"), ("c", "d")]
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    file = tmp_path / "c.tsv"
+    for text in ("old", "new"):
+        file.write_text(f"{text}\tx\n")
+        assert pairs_of(read_corpus(file, languages=LANGUAGES)) == [(text, "x")]
+
+
+def test_a_dataset_folder_with_either_kind_of_columns(tmp_path):
+    rows = {"translation": [{"de": target, "en": source, "fr": "?"} for source, target in PAIRS]}
+    columns = {"en": [source for source, _ in PAIRS], "de": [target for _, target in PAIRS]}
+    for name, content in (("rows", rows), ("columns", columns)):
+        (tmp_path / name).mkdir()
+        datasets.Dataset.from_dict(content).to_parquet(tmp_path / name / "train.parquet")
+        corpus = read_corpus(str(tmp_path / name), languages=LANGUAGES)
+        assert pairs_of(corpus) == PAIRS
+        assert corpus.features["translation"].languages == list(LANGUAGES)
+
+
+def test_the_bundled_corpus_keeps_its_languages_apart():
+    forth, back = (read_corpus(BUNDLED, languages=languages) for languages in (LANGUAGES, LANGUAGES[::-1]))
+    assert len(forth) == 42_798
+    assert forth[0] == back[0] == {"translation": {"en": "What is Access2Base?", "de": "Was ist Access2Base?"}}
+    with pytest.raises(CorpusError, match="fr"):
+        read_corpus(BUNDLED, languages=("en", "fr"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.tsv", b"a\tb\nno tab\n", r"c\.tsv, line 2: .*no tab"),
+        ("c.tsv", b"a\tb\n\nc\td\n", r"c\.tsv, line 2: "),
+        ("c.tsv", b"", r"c\.tsv is empty"),
+        ("c.tsv.gz", gzip.compress(b""), r"c\.tsv\.gz is empty"),
+        ("c.tsv", b"a\tb\nc\t\xff\n", r"c\.tsv, line 2: not UTF-8"),
+        ("c.tsv.gz", gzip.compress(random.Random(0).randbytes(9999).hex().encode())[:2000], "truncated gzip"),
+        ("c.tsv.gz", b"a\tb\n", "damaged or truncated gzip"),
+        ("c.jsonl", b'{"translation": {"en": "a", "de": "b"}}\n{"translation": \n', r"c\.jsonl, line 2: expected"),
+        ("c.jsonl", b'{"translation": {"en": "a", "fr": "b"}}\n', "line 1: .*de"),
+        ("c.jsonl", b'{"translation": {"en": "a", "de": null}}\n', "line 1: "),
+        ("c.jsonl", b'[{"translation": {"en": "a", "de": "b"}}]\n', "line 1: "),
+        ("c.jsonl", b"[" * 100_000 + b"\n", "line 1: "),
+        ("c.txt", b"a\n", "ending"),
+    ],
+)
+def test_damage_is_named_in_one_sentence(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message) as caught:
+        read_corpus(tmp_path / name, languages=LANGUAGES)
+    assert "\n" not in str(caught.value)
+
+
+def test_unequal_line_counts_are_both_named(tmp_path):
+    (tmp_path / "c.en").write_text("a\nb\nc\n")
+    (tmp_path / "c.de").write_text("a\nb\n")
+    with pytest.raises(CorpusError, match=r"c\.en has 3 lines but .*c\.de has 2"):
+        read_corpus(tmp_path / "c", languages=LANGUAGES)
+    with pytest.raises(CorpusError, match=r"2 lines but .* 3"):
+        read_corpus([tmp_path / "c.de", tmp_path / "c.en"], languages=LANGUAGES)
+
+
+@pytest.mark.parametrize("source", ["missing.tsv", ["missing.en", "missing.de"], "missing", ["a", "b", "c"]])
+def test_missing_corpora(tmp_path, monkeypatch, source):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorpusError) as caught:
+        read_corpus(source, languages=LANGUAGES)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("languages", [("en", "en"), ("en", ""), ("en", "de", "fr")])
+def test_languages_must_be_two(languages):
+    with pytest.raises(CorpusError, match="languages"):
+        read_corpus(BUNDLED, languages=languages)
+
+
+def test_the_bundled_split_has_its_sizes_and_never_changes(splits):
+    assert {name: len(part) for name, part in splits.items()} == {"train": 40_548, "validation": 500, "test": 1_000}
+    for name, digest in DIGESTS.items():
+        text = "\n".join("\t".join(pair) for pair in pairs_of(splits[name]))
+        assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+
+
+def test_no_held_out_source_has_a_near_twin(splits):
+    """By the words of the issue, not by the product's own key: lower case, no digits, no punctuation."""
+    plain = {
+        name: [re.sub(r"[\W\d_]", "", source.lower()) for source, _ in pairs_of(part)] for name, part in splits.items()
+    }
+    train, validation, test = (plain[name] for name in ("train", "validation", "test"))
+    assert all(test)
+    assert all(validation)
+    assert not set(train) & (set(test) | set(validation))
+    assert not set(validation) & set(test)
+    assert len(set(test)) == len(test)
+    assert len(set(validation)) == len(validation)
+
+
+def test_held_out_pairs_are_blocks_of_neighbours(splits):
+    rows = {pair: row for row, pair in enumerate(pairs_of(read_corpus(BUNDLED, languages=LANGUAGES)))}
+    places = [rows[pair] for pair in pairs_of(splits["test"])]
+    assert places == sorted(places)
+    for block in range(10):
+        inside = places[100 * block : 100 * (block + 1)]
+        assert inside[-1] - inside[0] < 150
+    assert not set(pairs_of(splits["train"])) & set(pairs_of(splits["test"]))
+
+
+def synthetic(sources):
+    features = datasets.Features({"translation": datasets.Translation(languages=list(LANGUAGES))})
+    rows = [
+        {"translation": {"en": source, "de": f"t {source}" if source != "no target" else " "}} for source in sources
+    ]
+    return datasets.Dataset.from_list(rows, features=features)
+
+
+def word(number):
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+def test_twins_empties_and_repeats_are_dropped_from_the_blocks():
+    sources = [f"word {word(row)}" for row in range(1000)]
+    sources[0] = sources[999].upper() + " 12!"  # a near-twin of train
+    sources[1] = "12 - 34"
+    sources[3] = sources[2]
+    sources[4] = "no target"
+    sources[15] = sources[2] + "."  # a near-twin of test, where validation is taken from
+    split = hold_out(synthetic(sources), validation=10, test=20, sections=2)
+    rows = {name: [source for source, _ in pairs_of(part)] for name, part in split.items()}
+    assert rows["test"] == [sources[row] for row in (2, *range(5, 14), *range(500, 510))]
+    assert rows["validation"] == [sources[row] for row in (*range(16, 21), *range(515, 520))]
+    assert rows["train"] == sources[22:500] + sources[522:]
+
+
+def test_too_small_or_too_repetitive_corpora_are_refused():
+    with pytest.raises(CorpusError, match="too small"):
+        hold_out(synthetic([word(row) for row in range(20)]), validation=10, test=10, sections=10)
+    with pytest.raises(CorpusError, match="near-twins"):
+        hold_out(synthetic(["same"] * 1000), validation=10, test=10, sections=10)
+    with pytest.raises(CorpusError, match="multiple"):
+        hold_out(synthetic(["same"] * 1000), validation=7, test=10, sections=10)
+
+
+def test_twin_key():
+    assert twin_key("Choose Insert - Row 1.") == twin_key("choose insert – row 22 !") == "chooseinsertrow"
+    assert twin_key("12 + 3") == ""
+    assert twin_key("Öl") != twin_key("Ol")
+
+
+def test_drop_empty_pairs(tmp_path):
+    corpus = read_corpus(write_all_forms(tmp_path)[0], languages=LANGUAGES)
+    assert pairs_of(drop_empty_pairs(corpus)) == [PAIRS[0], PAIRS[2]]
