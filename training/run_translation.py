@@ -164,6 +164,8 @@ def parse_arguments(argv: list[str]) -> Run:
     except (ValueError, TypeError, KeyError, ImportError) as error:
         raise RecipeError(" ".join(str(error).split())) from error
     if rest:
+        if not rest[0].startswith("--"):
+            raise RecipeError(f"The value {rest[0]} belongs to no field, or is one too many for a field of one value.")
         raise RecipeError(_unknown(rest[0].removeprefix("--").partition("=")[0], parser.names()))
     overrides = vars(groups.pop()) if len(groups) > 3 else {}
     run = Run(*groups, overrides=overrides, given=_given(argv))
@@ -354,10 +356,18 @@ def _given(argv: list[str]) -> dict[str, Any]:
     for argument in argv:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
-            current = given[name.replace("-", "_")] = [yaml.safe_load(value)] if equals else []
+            current = given[name.replace("-", "_")] = [_value(value)] if equals else []
         else:
-            current.append(yaml.safe_load(argument))
+            current.append(_value(argument))
     return {name: values[0] if len(values) == 1 else values or True for name, values in given.items()}
+
+
+def _value(text: str) -> Any:
+    """A value of the command line: a number, true, false or null, and text otherwise (YAML would read "no" as false)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _check(run: Run) -> None:

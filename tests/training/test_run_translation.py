@@ -1,0 +1,177 @@
+import json
+
+import pytest
+import yaml
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+
+from relpos.configuration import recipe, recipes
+from relpos.training.corpus import CorpusError
+from relpos.training.loading import ModelError
+from relpos.training.run_translation import RecipeError, main, parse_arguments
+from relpos.training.show_translations import main as show_main
+
+TINY = ["--model", "tiny", "--vocab_size", "420", "--max_tokens", "200", "--use_cpu", "true", "--save_strategy", "no"]
+TINY += ["--warmup_steps", "2", "--generation_max_length", "20"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    file = tmp_path / "corpus.tsv"
+    file.write_text("".join(f"The {n} house.\tDas {n} Haus.\n" for n in range(40)) + "\tleer\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder as `relpos train` leaves it, after two steps on forty pairs."""
+    folder = tmp_path_factory.mktemp("trained")
+    file = folder / "corpus.tsv"
+    file.write_text("".join(f"The {n} house.\tDas {n} Haus.\n" for n in range(40)) + "\tleer\n", encoding="utf-8")
+    arguments = ["--train_corpus", str(file), "--validation_corpus", str(file), "--max_steps", "2"]
+    return main([*TINY, *arguments, "--output_dir", str(folder / "model"), "--d_model", "16"])
+
+
+def test_the_folder_is_complete(trained):
+    config = json.loads((trained / "config.json").read_text())
+    assert (config["d_model"], config["use_cache"]) == (16, True)
+    assert (config["source_language"], config["target_language"]) == ("en", "de")
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert config["vocab_size"] == config["decoder_vocab_size"] == len(tokenizer)
+    assert config["longest_training_source"] >= 5
+    assert GenerationConfig.from_pretrained(trained).num_beams == 4
+    assert (trained / "README.md").read_text(encoding="utf-8").startswith("---")
+    model = AutoModelForSeq2SeqLM.from_pretrained(trained)
+    ids = model.generate(**tokenizer("The 3 house.", return_tensors="pt"), max_length=5)
+    assert ids[0, 0] == tokenizer.pad_token_id
+
+
+def test_the_recipe_in_the_folder_repeats_the_run(trained, tmp_path):
+    written = yaml.safe_load((trained / "recipe.yaml").read_text(encoding="utf-8"))
+    assert written["d_model"] == 16
+    assert "output_dir" not in written
+    again = main([str(trained / "recipe.yaml"), "--output_dir", str(tmp_path / "again")])
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (trained, again)]
+    assert weights[0] == weights[1]
+
+
+def test_fine_tuning_goes_on_from_a_folder(trained, corpus, tmp_path):
+    folder = main(
+        [
+            "--model",
+            str(trained),
+            "--train_corpus",
+            str(corpus),
+            "--output_dir",
+            str(tmp_path / "tuned"),
+            "--max_steps",
+            "1",
+            "--learning_rate",
+            "0",
+            "--dropout",
+            "0.1",
+            "--use_cpu",
+            "true",
+        ]
+    )
+    assert json.loads((folder / "config.json").read_text())["dropout"] == 0.1
+    assert (folder / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(trained).get_vocab()
+
+
+def test_translations_are_shown_side_by_side(trained, capsys):
+    show_main([str(trained), "-n", "2"])
+    output = capsys.readouterr().out
+    for text in ("source", "reference", "translation", "RelPosForConditionalGeneration"):
+        assert text in output
+    with pytest.raises(SystemExit) as caught:
+        show_main(["missing/folder/model"])
+    assert caught.value.code == 2
+
+
+def test_every_recipe_parses_and_the_command_line_overrides_it(tmp_path):
+    assert "quickstart" in recipes()
+    for name in recipes():
+        run = parse_arguments([name, "--output_dir", str(tmp_path), "--max_steps=7", "--learning-rate", "1e-4"])
+        assert run.training.max_steps == 7
+        assert run.training.learning_rate == 1e-4
+        assert run.given["max_steps"] == 7
+    fields = yaml.safe_load(recipe("quickstart").read_text(encoding="utf-8"))
+    run = parse_arguments(["quickstart", "--output_dir", str(tmp_path)])
+    assert run.training.max_steps == fields["max_steps"]
+    assert run.overrides["d_model"] == fields["d_model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning_rat", "1"], "learning_rat; did you mean learning_rate"),
+        (["--d_modle", "1"], "d_model"),
+        (["--max_steps", "many"], "max_steps"),
+        (["--max_tokens", "0"], "max_tokens must be at least 1"),
+        (["--max_length", "0"], "max_length must be at least 1"),
+        (["--max_steps", "0"], "max_steps"),
+        (["--label_smoothing_factor", "1.5"], "label_smoothing_factor"),
+        (["--target_lang", "en"], "target_lang"),
+        (["--lr_scheduler_type", "steps"], "steps"),
+        (["--d_model", "15"], "d_model"),
+        (["--vocab_size", "100"], "vocab_size must be at least"),
+        (["--tokenizer", "missing/folder"], "tokenizer=missing/folder"),
+        (["--tokenizer", "missing.model"], "missing.model"),
+    ],
+)
+def test_impossible_fields_are_named_in_one_sentence(corpus, tmp_path, arguments, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        main([*TINY, "--train_corpus", str(corpus), "--output_dir", str(tmp_path / "out"), *arguments])
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_stepps: 3\n", "max_stepps; did you mean max_steps"),
+        ("- a\n- b\n", "fields"),
+        ("a: [\n", "not YAML"),
+        ("", "fields"),
+        ("max_steps: [1, 2]\n", "The value 2"),
+    ],
+)
+def test_broken_recipes(tmp_path, content, message):
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        parse_arguments([str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path / "out")])
+
+
+def test_what_is_missing_is_named(corpus, tmp_path):
+    with pytest.raises(RecipeError, match="output_dir"):
+        parse_arguments(["quickstart"])
+    with pytest.raises(RecipeError, match="quickstrat"):
+        parse_arguments(["quickstrat", "--output_dir", "x"])
+    with pytest.raises(CorpusError, match="missing"):
+        main([*TINY, "--train_corpus", str(tmp_path / "missing.tsv"), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises((RecipeError, ModelError), match="missing"):
+        main(["--model", str(tmp_path / "missing"), "--output_dir", str(tmp_path / "out")])
+    (tmp_path / "blank.tsv").write_text("a\t\n \tb\n")
+    with pytest.raises(RecipeError, match="text on both sides"):
+        main([*TINY, "--train_corpus", str(tmp_path / "blank.tsv"), "--output_dir", str(tmp_path / "out")])
+
+
+def test_nothing_is_overwritten_unasked_and_no_stranger_ever(trained, corpus, tmp_path):
+    before = {file.name: file.stat().st_mtime_ns for file in trained.iterdir()}
+    arguments = [*TINY, "--train_corpus", str(corpus), "--max_steps", "1", "--output_dir"]
+    with pytest.raises(RecipeError, match="not empty"):
+        main([*arguments, str(trained)])
+    assert {file.name: file.stat().st_mtime_ns for file in trained.iterdir()} == before
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("dear")
+    with pytest.raises(RecipeError, match="no model"):
+        main([*arguments, str(tmp_path / "home"), "--overwrite"])
+    assert (tmp_path / "home" / "letters.txt").read_text() == "dear"
+    with pytest.raises(RecipeError, match="file"):
+        main([*arguments, str(corpus), "--overwrite"])
+    old = tmp_path / "old"
+    (old / "checkpoint-5").mkdir(parents=True)
+    (old / "config.json").write_text("{}")
+    main([*arguments, str(old), "--overwrite"])
+    assert not (old / "checkpoint-5").exists()
+    AutoModelForSeq2SeqLM.from_pretrained(old)
