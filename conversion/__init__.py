@@ -4,11 +4,14 @@ Each toolkit has a module `<toolkit>_format.py`, loaded when it is asked for: no
 """
 
 import inspect
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relpos.training.loading import LoadedModel
+
     from .converter import Converter
 
 _SOURCES = {
@@ -22,6 +25,7 @@ _TARGETS = {
     "ctranslate2": ("ctranslate2_format", "export_ctranslate2"),
     "argos": ("argos_format", "export_argos"),
 }
+_ENGINES = {"ctranslate2": ("ctranslate2_engine", "load_engine")}
 
 
 def sources() -> list[str]:
@@ -48,13 +52,22 @@ def open_source(source: str | Path, *, toolkit: str, **options: Any) -> "Convert
     return _call(_find(toolkit, _SOURCES, "convert from"), Path(source), toolkit=toolkit, options=options)
 
 
-def convert(source: str | Path, out: str | Path, *, toolkit: str, force: bool = False, **options: Any) -> Path:
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    toolkit: str,
+    languages: Sequence[str] = (),
+    force: bool = False,
+    **options: Any,
+) -> Path:
     """Convert a model of another toolkit into a folder that Transformers loads.
 
     Args:
         source: The file or folder of the model.
         out: The folder to write, which appears whole or not at all.
         toolkit: One of `sources()`.
+        languages: ISO 639 codes of source and target for the model card; by default what the source says of them.
         force: Replace `out` where it is a saved model.
         options: Those of the toolkit's converter; None counts as not given.
 
@@ -64,10 +77,13 @@ def convert(source: str | Path, out: str | Path, *, toolkit: str, force: bool = 
     Raises:
         ConversionError: One sentence on what is missing, damaged or impossible; nothing is written then.
     """
-    from .converter import check_target, convert_model
+    from .converter import ConversionError, check_target, convert_model
 
+    if len(languages) not in (0, 2):
+        raise ConversionError(f"--languages takes two codes, source and target, as in en,de, and not {len(languages)}.")
     check_target(Path(out), force=force)
-    return convert_model(open_source(source, toolkit=toolkit, **options), Path(out), force=force)
+    facts = dict(zip(("source_language", "target_language"), languages))
+    return convert_model(open_source(source, toolkit=toolkit, **options), Path(out), force=force, facts=facts)
 
 
 def export(model: str | Path, out: str | Path, *, toolkit: str, force: bool = False, **options: Any) -> Path:
@@ -88,6 +104,19 @@ def export(model: str | Path, out: str | Path, *, toolkit: str, force: bool = Fa
     """
     export_function = _find(toolkit, _TARGETS, "export to")
     return _call(export_function, Path(model), Path(out), toolkit=toolkit, options={**options, "force": force})
+
+
+def load_engine(folder: str | Path, *, engine: str) -> "LoadedModel":
+    """Open an export for translating with the toolkit's own engine.
+
+    Args:
+        folder: What `export` wrote.
+        engine: "ctranslate2".
+
+    Raises:
+        ConversionError: Unknown engine, one that is not installed, or a folder that is no such export.
+    """
+    return _find(engine, _ENGINES, "translate with")(folder)
 
 
 def _find(toolkit: str, table: dict[str, tuple[str, str]], purpose: str) -> Any:
@@ -112,4 +141,4 @@ def _call(function: Any, *arguments: Path, toolkit: str, options: dict[str, Any]
     return function(*arguments, **given)
 
 
-__all__ = ["convert", "export", "open_source", "sources", "targets"]
+__all__ = ["convert", "export", "load_engine", "open_source", "sources", "targets"]

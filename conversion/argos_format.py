@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from relpos import RelPosTokenizer
 
 from .converter import ConversionError, Decoding, new_file
-from .ctranslate2_format import CTranslate2Converter, export_ctranslate2, load_relpos
+from .ctranslate2_format import CTranslate2Converter, load_relpos, write_ctranslate2
 from .segmenters import segmenter_of
 from .sentencepiece_writer import write_sentencepiece
 
@@ -101,7 +101,8 @@ def export_argos(
         folder = Path(work) / name
         folder.mkdir()
         write_sentencepiece(_shared_segmenter(tokenizer), folder / "sentencepiece.model")
-        export_ctranslate2(model, folder / "model", quantization=quantization)
+        (folder / "model").mkdir()
+        write_ctranslate2(loaded, tokenizer, folder / "model", quantization=quantization)
         metadata = {
             "package_version": package_version,
             "argos_version": _ARGOS_VERSION,

@@ -104,12 +104,16 @@ def convert_model(
         refuse(converter.obstacles(), f"The {converter.toolkit} model {converter.source}")
         config, tokenizer, decoding = converter.config(), converter.tokenizer(), converter.decoding()
         check_vocabulary(config, tokenizer)
+        facts = {"name": out.resolve().name, **card_facts(converter, decoding), **(facts or {})}
         model = build_model(config, converter.weights())
+        for side in ("source_language", "target_language"):
+            if facts.get(side):
+                setattr(model.config, side, facts[side])
         model.generation_config = GenerationConfig.from_model_config(config)
         model.generation_config.update(**decoding.settings)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write_card(folder, {"name": out.resolve().name, **card_facts(converter, decoding), **(facts or {})})
+        write_card(folder, facts)
     return out
 
 

@@ -100,8 +100,8 @@ class CTranslate2Converter(Converter):
             )
         self._subwords = [Path(path) for path in subwords]
         self._binary = read_binary(source / "model.bin")
-        self._options = _read_options(source)
-        self._vocabularies = _read_vocabularies(source)
+        self._options = read_options(source)
+        self._vocabularies = read_vocabularies(source)
 
     def obstacles(self) -> list[str]:
         if self._binary.kind != "TransformerSpec":
@@ -360,8 +360,9 @@ def _plain_names(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return plain
 
 
-def _read_options(folder: Path) -> dict[str, Any]:
-    """What `config.json` says, with CTranslate2's defaults; models of version 2 have no such file.
+def read_options(folder: Path) -> dict[str, Any]:
+    """What `config.json` says, with CTranslate2's defaults; models of version 2 have no such file. An export by RelPos
+    also says how long the sources of its training were.
 
     Raises:
         ConversionError: It is not JSON, or not an object.
@@ -374,6 +375,7 @@ def _read_options(folder: Path) -> dict[str, Any]:
         "add_source_bos": False,
         "add_source_eos": False,
         "layer_norm_epsilon": None,
+        "longest_training_source": None,
     }
     path = folder / "config.json"
     if not path.is_file():
@@ -384,7 +386,7 @@ def _read_options(folder: Path) -> dict[str, Any]:
     return {name: options.get(name, default) for name, default in defaults.items()}
 
 
-def _read_vocabularies(folder: Path) -> tuple[list[str], list[str]]:
+def read_vocabularies(folder: Path) -> tuple[list[str], list[str]]:
     """Tokens of source and target in the order of their ids; one list for both where the folder has one.
 
     Raises:
@@ -440,20 +442,27 @@ def export_ctranslate2(model: Path, out: Path, *, quantization: str = "float32",
         ConversionError: `ctranslate2` is not installed, `out` is taken, there is no such quantization, or the model has
             options that CTranslate2 cannot express (all are named).
     """
-    model_spec = _import_ctranslate2().specs.model_spec
-    if quantization not in model_spec.ACCEPTED_MODEL_TYPES:
-        known = ", ".join(model_spec.ACCEPTED_MODEL_TYPES)
-        raise ConversionError(f"There is no quantization {quantization!r}; there are {known}.")
     with new_folder(out, force=force) as folder:
         loaded, tokenizer = load_relpos(model)
-        refuse(_inexpressible(loaded.config), f"The model {model}")
-        spec = _build_spec(loaded, tokenizer)
-        spec.validate()
-        spec.optimize(quantization=quantization)
-        spec.save(str(folder))
+        write_ctranslate2(loaded, tokenizer, folder, quantization=quantization)
         tokenizer.save_pretrained(folder)
         loaded.generation_config.save_pretrained(folder)
     return out
+
+
+def write_ctranslate2(
+    model: RelPosForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, folder: Path, *, quantization: str
+) -> None:
+    """Write the files that CTranslate2 itself reads; raises ConversionError as `export_ctranslate2` does."""
+    model_spec = import_ctranslate2().specs.model_spec
+    if quantization not in model_spec.ACCEPTED_MODEL_TYPES:
+        known = ", ".join(model_spec.ACCEPTED_MODEL_TYPES)
+        raise ConversionError(f"There is no quantization {quantization!r}; there are {known}.")
+    refuse(_inexpressible(model.config), "The model")
+    spec = _build_spec(model, tokenizer)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    spec.save(str(folder))
 
 
 def load_relpos(folder: Path) -> tuple[RelPosForConditionalGeneration, PreTrainedTokenizerBase]:
@@ -467,7 +476,8 @@ def load_relpos(folder: Path) -> tuple[RelPosForConditionalGeneration, PreTraine
     return loaded.model.float().cpu(), loaded.tokenizer
 
 
-def _import_ctranslate2() -> Any:
+def import_ctranslate2() -> Any:
+    """The package; raises ConversionError where it is not installed."""
     try:
         import ctranslate2
     except ImportError as error:
@@ -519,6 +529,8 @@ def _build_spec(model: RelPosForConditionalGeneration, tokenizer: PreTrainedToke
     spec.config.decoder_start_token = target[config.decoder_start_token_id]
     spec.config.add_source_bos, spec.config.add_source_eos = bos, eos
     spec.config.layer_norm_epsilon = config.layer_norm_eps  # otherwise 1e-5, whatever the model has
+    if (longest := getattr(config, "longest_training_source", None)) is not None:
+        spec.config.add_attribute("longest_training_source", longest)
     return spec
 
 

@@ -23,6 +23,10 @@ MaxNewTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Limit on each translation in tokens.", show_default="twice the source and 50 more"),
 ]
+Languages = Annotated[
+    str | None, typer.Option(help="Source and target language, as en,de.", show_default="what the model says")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
 CORPUS_HELP = (
     "Held-out text: TSV or JSON lines (also .gz), a dataset, or the two files of a parallel corpus, each with --corpus."
 )
@@ -107,12 +111,17 @@ def translate(
     batch_size: BatchSize = 32,
     beams: Annotated[int | None, typer.Option(min=1, help="Beam size.", show_default="the model's own")] = None,
     max_new_tokens: MaxNewTokens = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="ctranslate2: MODEL is what `relpos export` wrote.", show_default="Transformers"),
+    ] = None,
 ) -> None:
     """Translate line by line: one line of output for one line of input, of any length."""
+    from relpos import conversion
     from relpos.training import line_files, loading, translation
 
     with line_files.open_input(input) as source, line_files.open_output(output, warn=_say) as target:
-        loaded = loading.load_model(model)
+        loaded = conversion.load_engine(model, engine=engine) if engine else loading.load_model(model)
         with _progress("translating", source.count, shown=not target.isatty()) as on_progress:
             translation.translate_stream(
                 loaded,
@@ -124,6 +133,58 @@ def translate(
                 on_progress=on_progress,
                 warn=_say,
             )
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File or folder of the model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    toolkit: Annotated[
+        str, typer.Option("--from", help="opennmt-py, opennmt-tf, tensor2tensor, ctranslate2 or argos.")
+    ],
+    subwords: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Subword model of both languages, or twice: source, target.", show_default="the source's own"
+        ),
+    ] = None,
+    languages: Languages = None,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Trust the file to run code.")] = False,
+    force: Force = False,
+) -> None:
+    """Convert a model of another toolkit into a folder that Transformers loads."""
+    from transformers.utils import logging
+
+    from relpos import conversion
+
+    logging.disable_progress_bar()
+    conversion.convert(
+        source,
+        out,
+        toolkit=toolkit,
+        subwords=tuple(subwords or ()),
+        languages=_codes(languages),
+        allow_pickle=allow_pickle,
+        force=force,
+    )
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A saved folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder, or .argosmodel file, to write.")],
+    toolkit: Annotated[str, typer.Option("--to", help="ctranslate2 or argos.")],
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="float32, float16, int8, int8_float32, ...", show_default="float32, or int8 for argos"),
+    ] = None,
+    languages: Languages = None,
+    force: Force = False,
+) -> None:
+    """Write a model in the format of another toolkit."""
+    from relpos import conversion
+
+    conversion.export(model, out, toolkit=toolkit, quantization=quantization, languages=_codes(languages), force=force)
 
 
 @app.command()
@@ -164,6 +225,10 @@ def _progress(label: str, total: int | None, *, shown: bool) -> Iterator[Callabl
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+def _codes(languages: str | None) -> tuple[str, ...]:
+    return tuple(code.strip() for code in languages.split(",")) if languages else ()
 
 
 def _print(report: Any) -> None:

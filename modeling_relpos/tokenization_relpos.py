@@ -146,6 +146,8 @@ class RelPosTokenizer(PreTrainedTokenizer):
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         pieces = self._side.segmenter.encode(text, add_special_tokens=False).tokens
+        if not pieces and not any(self._ends()):
+            return [str(self.unk_token)]  # no model can read nothing; OpenNMT-py does the same
         return [str(self.unk_token) if piece in self._reserved else piece for piece in pieces]
 
     def _convert_token_to_id(self, token: str) -> int:
@@ -159,10 +161,8 @@ class RelPosTokenizer(PreTrainedTokenizer):
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
         """Add what the current side's sequences begin and end with; the two of a pair are simply joined."""
-        is_source = self._side is self._sides["source"]
-        bos = [self.bos_token_id] if is_source and self.add_source_bos else []
-        eos = [self.eos_token_id] if (self.add_source_eos if is_source else self.add_target_eos) else []
-        return bos + token_ids_0 + (token_ids_1 or []) + eos
+        bos, eos = self._ends()
+        return [self.bos_token_id] * bos + token_ids_0 + (token_ids_1 or []) + [self.eos_token_id] * eos
 
     def get_special_tokens_mask(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
@@ -170,10 +170,14 @@ class RelPosTokenizer(PreTrainedTokenizer):
         """1 at tokens that `build_inputs_with_special_tokens` adds, 0 at others."""
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, already_has_special_tokens=True)
-        is_source = self._side is self._sides["source"]
-        bos = [1] if is_source and self.add_source_bos else []
-        eos = [1] if (self.add_source_eos if is_source else self.add_target_eos) else []
-        return bos + [0] * (len(token_ids_0) + len(token_ids_1 or [])) + eos
+        bos, eos = self._ends()
+        return [1] * bos + [0] * (len(token_ids_0) + len(token_ids_1 or [])) + [1] * eos
+
+    def _ends(self) -> tuple[bool, bool]:
+        """Whether sequences of the current side begin with `bos_token`, and whether they end with `eos_token`."""
+        if self._side is self._sides["source"]:
+            return self.add_source_bos, self.add_source_eos
+        return False, self.add_target_eos
 
     def _decode(self, token_ids: int | list[int], use_source_tokenizer: bool = False, **kwargs: Any) -> str:
         before = self._side
