@@ -20,7 +20,7 @@ RELPOS = Path(sysconfig.get_path("scripts")) / "relpos"
 
 def run(*arguments, input=b"", **options):
     """Run the installed command; its output as text, with what it exits with."""
-    done = subprocess.run([RELPOS, *map(str, arguments)], input=input, capture_output=True, timeout=120, **options)
+    done = subprocess.run([RELPOS, *map(str, arguments)], input=input, capture_output=True, timeout=300, **options)
     done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
     return done
 
@@ -89,7 +89,7 @@ def test_translate_answers_a_waiting_program_and_stops_at_ctrl_c(learned_model):
             process.stdin.flush()
             assert process.stdout.readline().decode() == target + "\n"
         process.send_signal(signal.SIGINT)  # while it waits for the next line
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
         assert process.stderr.read() == b""
     finally:
         process.kill()
@@ -107,7 +107,7 @@ def test_translate_files_with_a_progress_bar(learned_model, learned_pairs, tmp_p
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=terminal,
-            timeout=120,
+            timeout=300,
             env={**os.environ, "TERM": "xterm"},
         )
         os.close(terminal)
@@ -128,7 +128,7 @@ def test_translate_into_a_pipe_that_closes(learned_model, tmp_path):
         )
     assert process.stdout.readline() == b"Ja\n"
     process.stdout.close()
-    assert process.wait(timeout=60) not in (0, 2)
+    assert process.wait(timeout=120) not in (0, 2)
     assert process.stderr.read() == b""
     process.stderr.close()
 
