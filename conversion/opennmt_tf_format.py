@@ -26,6 +26,10 @@ _SPECIAL_TOKENS = ["<blank>", "<s>", "</s>"]
 _UNK = "<unk>"
 _UNK_ID = len(_SPECIAL_TOKENS)
 _LAYER_NORM_EPS = 1e-3
+_DESCRIPTION = "model_description.py"
+_VARIABLE = "/.ATTRIBUTES/VARIABLE_VALUE"
+_PARAMETERS = {"kernel": "weight", "gamma": "weight", "beta": "bias"}
+_SENTENCEPIECE_OPTIONS = {"mode", "sp_model_path", "sp_nbest_size", "sp_alpha"}  # the last two act in training alone
 
 _ATTENTION = {
     "linear_queries": "q_proj",
@@ -151,42 +155,315 @@ class OpenNMTTFConverter(Converter):
         prefix = find_checkpoint(source)
         self._steps = prefix.name.rpartition("-")[2]
         self._foreign = _foreign_weights(TensorFlowCheckpoint(prefix), prefix)
-        self._arguments = read_description(prefix.with_name("model_description.py"))
-        paths = [Path(path) for path in vocabularies] or [self._named("vocabulary", side) for side in ("source", "target")]
+        self._arguments = read_description(prefix.with_name(_DESCRIPTION))
+        paths = [Path(path) for path in vocabularies] or [self._vocabulary_path(side) for side in ("source", "target")]
         self._vocabularies = [read_vocabulary(path) for path in (paths[0], paths[-1])]
 
     def obstacles(self) -> list[str]:
         found = [f"{name} (RelPos has no place for it)" for name in self._foreign if own_names(name, _KEYS) is None]
         if not any(name.endswith(".relative_position_keys") for name in self._foreign):
             found.append("maximum_relative_position=None (no relative positions)")
-        return found + self._obstacles_of_description() + self._obstacles_of_data()
-
-    def _obstacles_of_description(self) -> list[str]:
-        arguments = self._arguments
-        found = []
-        if arguments["position_encoder_class"] != "None":
-            value = arguments["position_encoder_class"]
-            found.append(f"position_encoder_class={value} (absolute positions of another layout besides the relative ones)")
-        if _activation(arguments["ffn_activation"]) is None:
-            found.append(f"ffn_activation={arguments['ffn_activation']} (another activation)")
-        for side in ("source_inputter", "target_inputter"):
-            if arguments[side] != "None" and "WordEmbedder(" not in arguments[side].replace("ParallelInputter", ""):
-                found.append(f"{side}={arguments[side]} (not the embedding of one sequence of tokens)")
-        for rate in ("dropout", "attention_dropout", "ffn_dropout"):
-            if _number(arguments[rate]) is None:
-                found.append(f"{rate}={arguments[rate]} (not a number that can be read without running the file)")
-        return found
-
-    def _obstacles_of_data(self) -> list[str]:
-        data = self._data()
-        found = []
-        controls = data.get("target_sequence_controls")
+        found += _obstacles_of_description(self._arguments)
+        controls = self._data.get("target_sequence_controls")
         if controls and not (controls.get("start") and controls.get("end")):
             found.append(f"target_sequence_controls={controls} (targets without a start or an end token)")
         for side in ("source", "target"):
-            if data.get(f"{side}_embedding"):
-                pass  # pretrained embeddings have become the weights
-            problem = None if self._subwords else _obstacle_of_tokenization(self._tokenization(side))
-            if problem:
-                found.append(f"{side}_tokenization={problem}; with --subwords another subword model takes its place")
+            reason = None if self._subwords else _obstacle_of_tokenization(*self._tokenization(side))
+            if reason:
+                found.append(f"{side}_tokenization={reason}")
         return found
+
+    def config(self) -> RelPosConfig:
+        weights, arguments = self._foreign, self._arguments
+        table = weights["encoder.layers.0.self_attention.layer.relative_position_keys"]
+        d_model = weights[_SOURCE_EMBEDDING].shape[1]
+        heads = max(d_model // table.shape[1], 1)
+        return RelPosConfig(
+            vocab_size=len(self._vocabularies[0]),
+            decoder_vocab_size=len(self._vocabularies[1]),
+            d_model=d_model,
+            encoder_layers=_count_layers(weights, "encoder.layers."),
+            decoder_layers=_count_layers(weights, "decoder.layers."),
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=weights["encoder.layers.0.ffn.layer.inner.bias"].shape[0],
+            decoder_ffn_dim=weights["decoder.layers.0.ffn.layer.inner.bias"].shape[0],
+            activation_function=_activation(arguments["ffn_activation"]),
+            dropout=_number(arguments["dropout"]),
+            attention_dropout=_number(arguments["attention_dropout"]),
+            activation_dropout=_number(arguments["ffn_dropout"]),
+            max_relative_position=(table.shape[0] - 1) // 2,
+            normalize_before="encoder.layer_norm.weight" in weights,
+            layer_norm_eps=_LAYER_NORM_EPS,
+            scale_embedding=True,
+            share_encoder_decoder_embeddings=_TARGET_EMBEDDING not in weights,
+            tie_word_embeddings="decoder.output_layer.weight" not in weights,
+            attention_bias="encoder.layers.0.self_attention.layer.linear_queries.bias" in weights,
+            lm_head_bias="decoder.output_layer.bias" in weights,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        weights = rename(self._foreign, _KEYS)
+        for name, tensor in weights.items():
+            if name.endswith(_BY_TOKEN):
+                side = 0 if name.startswith("model.encoder") else 1
+                weights[name] = self._move_unknown(tensor, len(self._vocabularies[side]))
+        return weights
+
+    def _move_unknown(self, rows: torch.Tensor, size: int) -> torch.Tensor:
+        """Rows by token with the last one, that of `<unk>`, at its id here.
+
+        Raises:
+            ConversionError: There are not as many rows as tokens, so that the last one would be another token's.
+        """
+        if rows.shape[0] != size:
+            raise ConversionError(
+                f"The vocabulary has {size - 1} tokens, which makes {size} with {_UNK}, and the model embeds "
+                f"{rows.shape[0]}: they do not belong together."
+            )
+        return torch.cat([rows[:_UNK_ID], rows[-1:], rows[_UNK_ID:-1]])
+
+    def tokenizer(self) -> RelPosTokenizer:
+        sides = {}
+        for index, side in enumerate(("source", "target")):
+            vocabulary = self._vocabularies[index]
+            if self._subwords:
+                segmenter, vocabulary = load_segmenter(self._subwords[min(index, len(self._subwords) - 1)], vocabulary)
+            elif path := _sentencepiece_path(*self._tokenization(side)):
+                segmenter = sentencepiece_segmenter(self._locate(path))
+            else:
+                segmenter = whitespace_segmenter(vocabulary)
+            sides |= {f"{side}_segmenter": segmenter, f"{side}_vocabulary": vocabulary}
+        controls = self._data.get("source_sequence_controls") or {}
+        return RelPosTokenizer(
+            **sides,
+            add_source_bos=bool(controls.get("start")),
+            add_source_eos=bool(controls.get("end")),
+            unk_token=_UNK,
+            pad_token=_SPECIAL_TOKENS[0],
+            bos_token=_SPECIAL_TOKENS[1],
+            eos_token=_SPECIAL_TOKENS[2],
+        )
+
+    def decoding(self) -> Decoding:
+        """What the YAML file says, and OpenNMT-tf's defaults for what it does not."""
+        params = self._options.get("params") or {}
+        beams, penalty = params.get("beam_width", 4), params.get("length_penalty", 0)
+        longest = params.get("maximum_decoding_length", 250)
+        settings = {"num_beams": beams, "length_penalty": float(penalty), "max_length": longest + 1}  # with the start
+        if params.get("minimum_decoding_length"):
+            settings["min_new_tokens"] = params["minimum_decoding_length"]
+        notes = [_explain_penalty(penalty)]
+        if "beam_width" not in params:
+            notes.append("The beam of 4 is what OpenNMT-tf's --auto_config sets; no configuration said otherwise.")
+        notes += [
+            f"{name}={params[name]!r} of OpenNMT-tf has no counterpart in `generate`."
+            for name, default in _NO_COUNTERPART.items()
+            if params.get(name, default) != default
+        ]
+        if not self._subwords and any(not self._tokenization(side)[0] for side in ("source", "target")):
+            notes.append("The text must come tokenized as in training, with spaces between the tokens.")
+        return Decoding(settings, tuple(notes))
+
+    def facts(self) -> dict[str, Any]:
+        return {"steps": int(self._steps)} if self._steps.isdecimal() else {}
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return self._options.get("data") or {}
+
+    def _tokenization(self, side: str) -> tuple[str, dict[str, Any]]:
+        """Kind and parameters of the tokenizer of a side; no kind where the text is split at spaces."""
+        config = self._data.get(f"{side}_tokenization") or {}
+        if isinstance(config, str):
+            config = json.loads(config) if config.lstrip().startswith("{") else _read_config(self._locate(config))
+        if not config:
+            return "", {}
+        return (config["type"], config.get("params") or {}) if config.get("type") else ("OpenNMTTokenizer", config)
+
+    def _vocabulary_path(self, side: str) -> Path:
+        name = self._data.get(f"{side}_vocabulary")
+        if not name:
+            raise ConversionError(
+                f"The {side} vocabulary of {self.source} is not known: name the run's YAML file with --config, or the "
+                "files of the vocabularies with --vocabularies."
+            )
+        return self._locate(name)
+
+    def _locate(self, name: str) -> Path:
+        """A file that the configuration names: from its folder, from here, or beside it or the checkpoint."""
+        folders = [self._config_file.parent] if self._config_file else []
+        candidates = [*(folder / name for folder in folders), Path(name), *(f / Path(name).name for f in folders)]
+        candidates.append((self.source if self.source.is_dir() else self.source.parent) / Path(name).name)
+        for path in candidates:
+            if path.is_file():
+                return path
+        raise ConversionError(f"The configuration names the file {name}, which is not beside it.")
+
+
+def _obstacles_of_description(arguments: dict[str, str]) -> list[str]:
+    found = []
+    if arguments["position_encoder_class"] != "None":
+        value = arguments["position_encoder_class"]
+        found.append(f"position_encoder_class={value} (absolute positions of another layout besides the relative ones)")
+    if _activation(arguments["ffn_activation"]) is None:
+        found.append(f"ffn_activation={arguments['ffn_activation']} (another activation)")
+    for side in ("source_inputter", "target_inputter"):
+        kind = arguments[side].split("(")[0].rpartition(".")[2]
+        if kind not in ("None", "WordEmbedder"):
+            found.append(f"{side}={kind} (more than the embedding of a token)")
+    found += [
+        f"{name}={arguments[name]} (not a rate that can be read without running {_DESCRIPTION})"
+        for name in ("dropout", "attention_dropout", "ffn_dropout")
+        if _number(arguments[name]) is None
+    ]
+    return found
+
+
+def _obstacle_of_tokenization(kind: str, params: dict[str, Any]) -> str | None:
+    """What of a tokenization a `tokenizers` object cannot do, or None."""
+    if kind in ("", "SpaceTokenizer") or _sentencepiece_path(kind, params):
+        return None
+    shown = f"{kind}({', '.join(f'{name}={value!r}' for name, value in params.items())})"
+    return f"{shown} (only SentencePiece and text split at spaces are read; name a subword model with --subwords)"
+
+
+def _sentencepiece_path(kind: str, params: dict[str, Any]) -> str | None:
+    """The model of a tokenization that is SentencePiece and nothing else."""
+    if kind == "SentencePieceTokenizer":
+        return params.get("model")
+    alone = kind == "OpenNMTTokenizer" and params.get("mode") == "none" and not params.keys() - _SENTENCEPIECE_OPTIONS
+    return params.get("sp_model_path") if alone else None
+
+
+def _explain_penalty(penalty: float) -> str:
+    if not penalty:
+        return "OpenNMT-tf's search ranks by the sum of log-probabilities, as `length_penalty=0.0` does here."
+    return (
+        f"The length penalty {penalty} of OpenNMT-tf divides by ((5 + length) / 6)^{penalty} and the one of `generate` by "
+        f"length^{penalty}: the number was kept, but long translations are favoured more here."
+    )
+
+
+def _foreign_weights(checkpoint: TensorFlowCheckpoint, prefix: Path) -> dict[str, torch.Tensor]:
+    """Weights by their names in the model: dots for slashes, weight and bias, [output, input]."""
+    weights = {}
+    for name in checkpoint:
+        if not name.startswith("model/") or "/.OPTIMIZER_SLOT/" in name:
+            continue
+        module, _, parameter = name[len("model/") :].removesuffix(_VARIABLE).replace("/", ".").rpartition(".")
+        tensor = checkpoint[name]
+        weights[f"{module}.{_PARAMETERS.get(parameter, parameter)}"] = tensor.t() if parameter == "kernel" else tensor
+    for name in (_SOURCE_EMBEDDING, "encoder.layers.0.ffn.layer.inner.bias", "decoder.layers.0.ffn.layer.inner.bias"):
+        if name not in weights:
+            raise ConversionError(f"{prefix} is not a Transformer of OpenNMT-tf 2: it has no weight {name}.")
+    return weights
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """Tokens of a vocabulary file, one a line, with `<unk>` at its id here.
+
+    Raises:
+        ConversionError: There is no such file, it does not begin with the special tokens, or holds a token twice.
+    """
+    try:
+        tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise ConversionError(f"The vocabulary {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"The vocabulary {path} is not UTF-8 ({error.reason}).") from error
+    tokens = [token.rstrip("\r") for token in tokens]
+    if tokens[:_UNK_ID] != _SPECIAL_TOKENS:
+        raise ConversionError(f"The vocabulary {path} must begin with {', '.join(_SPECIAL_TOKENS)}, a line each.")
+    tokens.insert(_UNK_ID, _UNK)
+    if len(set(tokens)) < len(tokens):
+        seen: set[str] = set()
+        twice = next(token for token in tokens if token in seen or seen.add(token))
+        raise ConversionError(
+            f"The vocabulary {path} holds {twice!r} twice, or it is {_UNK}, which has an id of its own."
+        )
+    return tokens
+
+
+def read_description(path: Path) -> dict[str, str]:
+    """The arguments of the Transformer that a `model_description.py` builds, as they are written; the file is not run.
+
+    It may call `opennmt.models.Transformer`, subclass it and call `super().__init__`, or name a model of the catalog.
+
+    Returns:
+        The arguments of `_DEFAULTS`, and any others that are given.
+
+    Raises:
+        ConversionError: There is no such file, or it builds no Transformer, several, or one by arguments that cannot be
+            told by reading.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConversionError(
+            f"The file {path}, which says how the model computes, cannot be read: {error.strerror}."
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        raise ConversionError(f"The file {path} is not a Python file, or it is cut off.") from error
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+        methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        if methods - {"__init__", "auto_config"}:
+            raise ConversionError(
+                f"The class {node.name} in {path} has methods of its own, which may compute otherwise."
+            )
+    calls = [call for node in ast.walk(tree) if (call := _model_call(node)) is not None]
+    if len(calls) != 1:
+        raise ConversionError(
+            f"The file {path} must build one Transformer of OpenNMT-tf; found {len(calls) or 'none'}."
+        )
+    arguments = _DEFAULTS | calls[0]
+    if "?" in arguments:
+        raise ConversionError(f"The arguments of the Transformer in {path} cannot be told without running it.")
+    return arguments
+
+
+def _model_call(node: ast.AST) -> dict[str, str] | None:
+    """The arguments that a call gives to a Transformer, "?" for those that are not spelled out; None for other nodes."""
+    if not isinstance(node, ast.Call):
+        return None
+    name = ast.unparse(node.func).rpartition(".")[2]
+    if name == "get_model_from_catalog" and node.args and isinstance(node.args[0], ast.Constant):
+        return _CATALOG.get(node.args[0].value)
+    if name in _CATALOG and name != "Transformer":
+        return _CATALOG[name]
+    if name != "Transformer" and ast.unparse(node.func) != "super().__init__":
+        return None
+    arguments = {keyword.arg or "?": ast.unparse(keyword.value) for keyword in node.keywords}
+    return arguments | dict(zip(("source_inputter", "target_inputter", "?"), map(ast.unparse, node.args)))
+
+
+def _activation(function: str) -> str | None:
+    """Name here of an activation function by its name there, such as `tf.nn.relu`; None if RelPos has no such."""
+    return _ACTIVATIONS.get(".".join(function.split(".")[-2:]))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConversionError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConversionError(f"The configuration {path} is not YAML.") from error
+    if not isinstance(config, dict):
+        raise ConversionError(f"The configuration {path} must hold sections such as data and params.")
+    return config
+
+
+def _count_layers(weights: dict[str, torch.Tensor], prefix: str) -> int:
+    return 1 + max((int(name[len(prefix) :].split(".")[0]) for name in weights if name.startswith(prefix)), default=-1)
