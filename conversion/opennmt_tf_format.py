@@ -357,7 +357,9 @@ def _foreign_weights(checkpoint: TensorFlowCheckpoint, prefix: Path) -> dict[str
             continue
         module, _, parameter = name[len("model/") :].removesuffix(_VARIABLE).replace("/", ".").rpartition(".")
         tensor = checkpoint[name]
-        weights[f"{module}.{_PARAMETERS.get(parameter, parameter)}"] = tensor.t() if parameter == "kernel" else tensor
+        weights[f"{module}.{_PARAMETERS.get(parameter, parameter)}"] = (
+            tensor.t() if parameter == "kernel" and tensor.dim() == 2 else tensor
+        )
     for name in (_SOURCE_EMBEDDING, "encoder.layers.0.ffn.layer.inner.bias", "decoder.layers.0.ffn.layer.inner.bias"):
         if name not in weights:
             raise ConversionError(f"{prefix} is not a Transformer of OpenNMT-tf 2: it has no weight {name}.")
@@ -371,7 +373,7 @@ def read_vocabulary(path: Path) -> list[str]:
         ConversionError: There is no such file, it does not begin with the special tokens, or holds a token twice.
     """
     try:
-        tokens = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        tokens = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except OSError as error:
         raise ConversionError(f"The vocabulary {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
     from .pipeline_relpos import TranslationPipeline
     from .tokenization_relpos import RelPosTokenizer
+    from .tokenization_subword_text_relpos import RelPosSubwordTextTokenizer
 
 
 def register() -> None:
@@ -24,17 +25,26 @@ def register() -> None:
     from .modeling_relpos import RelPosForConditionalGeneration, RelPosModel
     from .pipeline_relpos import TranslationPipeline, register_translation
     from .tokenization_relpos import RelPosTokenizer
+    from .tokenization_subword_text_relpos import RelPosSubwordTextTokenizer
 
     AutoConfig.register("relpos", RelPosConfig, exist_ok=True)
     AutoModel.register(RelPosConfig, RelPosModel, exist_ok=True)
     AutoModelForSeq2SeqLM.register(RelPosConfig, RelPosForConditionalGeneration, exist_ok=True)
     # By name alone, not for the configuration's class: most RelPos models have an ordinary fast tokenizer.
-    REGISTERED_TOKENIZER_CLASSES[RelPosTokenizer.__name__] = RelPosTokenizer
+    for tokenizer in (RelPosTokenizer, RelPosSubwordTextTokenizer):
+        REGISTERED_TOKENIZER_CLASSES[tokenizer.__name__] = tokenizer
     register_translation()
     # `register` above serves look-ups by configuration class; the library's tests and some tools look by model type
     MODEL_MAPPING_NAMES["relpos"] = RelPosModel.__name__
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES["relpos"] = RelPosForConditionalGeneration.__name__
-    classes = (RelPosConfig, RelPosForConditionalGeneration, RelPosModel, RelPosTokenizer, TranslationPipeline)
+    classes = (
+        RelPosConfig,
+        RelPosForConditionalGeneration,
+        RelPosModel,
+        RelPosSubwordTextTokenizer,
+        RelPosTokenizer,
+        TranslationPipeline,
+    )
     globals().update({exported.__name__: exported for exported in classes})
 
 
@@ -50,4 +60,11 @@ def __getattr__(name: str) -> Any:
 if Path(sys.argv[0] if sys.argv else "").stem != "relpos":
     register()
 
-__all__ = ["RelPosConfig", "RelPosForConditionalGeneration", "RelPosModel", "RelPosTokenizer", "TranslationPipeline"]
+__all__ = [
+    "RelPosConfig",
+    "RelPosForConditionalGeneration",
+    "RelPosModel",
+    "RelPosSubwordTextTokenizer",
+    "RelPosTokenizer",
+    "TranslationPipeline",
+]

@@ -19,7 +19,7 @@ _SIDES = ("source", "target")
 class _Side:
     """One language's half: text to pieces by `segmenter`, pieces to ids by their place in `vocabulary`."""
 
-    segmenter: Tokenizer
+    segmenter: Tokenizer | None
     vocabulary: list[str]
     ids: dict[str, int]
 
@@ -32,7 +32,8 @@ class RelPosTokenizer(PreTrainedTokenizer):
 
     Args:
         source_segmenter, target_segmenter (`str` or `tokenizers.Tokenizer`): Cut text into pieces and put pieces
-            together again; a tokenizers file or object, whose own ids and special tokens are not used.
+            together again; a tokenizers file or object, whose own ids and special tokens are not used. None where a
+            subclass does this by itself.
         source_vocabulary, target_vocabulary (`str` or `list[str]`): Pieces in the order of their ids; a JSON file or the
             list itself.
         add_source_eos (`bool`): End sources with `eos_token`.
@@ -53,9 +54,9 @@ class RelPosTokenizer(PreTrainedTokenizer):
 
     def __init__(
         self,
-        source_segmenter: str | Tokenizer,
+        source_segmenter: str | Tokenizer | None,
         source_vocabulary: str | Sequence[str],
-        target_segmenter: str | Tokenizer,
+        target_segmenter: str | Tokenizer | None,
         target_vocabulary: str | Sequence[str],
         add_source_eos: bool = False,
         add_target_eos: bool = True,
@@ -130,7 +131,7 @@ class RelPosTokenizer(PreTrainedTokenizer):
         """Piece to id of the target, with the tokens that were added."""
         return self._sides["target"].ids | self._added_tokens_encoder
 
-    def get_segmenter(self, side: str) -> Tokenizer:
+    def get_segmenter(self, side: str) -> Tokenizer | None:
         """The subword model of a side, "source" or "target"."""
         return self._sides[side].segmenter
 
@@ -206,18 +207,19 @@ class RelPosTokenizer(PreTrainedTokenizer):
         return decoder.decode(pieces) if decoder is not None else " ".join(pieces)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-        """Write the segmenters and vocabularies of both sides; returns the four paths."""
+        """Write the segmenters and vocabularies of both sides; returns their paths."""
         prefix = f"{filename_prefix}-" if filename_prefix else ""
         paths = {name: Path(save_directory, prefix + file) for name, file in self.vocab_files_names.items()}
         for name, side in self._sides.items():
-            side.segmenter.save(str(paths[f"{name}_segmenter"]))
+            if side.segmenter is not None:
+                side.segmenter.save(str(paths[f"{name}_segmenter"]))
             text = json.dumps(side.vocabulary, ensure_ascii=False, indent=0)
             paths[f"{name}_vocabulary"].write_text(text + "\n", encoding="utf-8")
         return tuple(str(path) for path in paths.values())
 
 
-def _read_side(name: str, segmenter: str | Tokenizer, vocabulary: str | Sequence[str]) -> _Side:
-    if not isinstance(segmenter, Tokenizer):
+def _read_side(name: str, segmenter: str | Tokenizer | None, vocabulary: str | Sequence[str]) -> _Side:
+    if segmenter is not None and not isinstance(segmenter, Tokenizer):
         segmenter = Tokenizer.from_file(str(segmenter))
     if isinstance(vocabulary, (str, Path)):
         vocabulary = json.loads(Path(vocabulary).read_text(encoding="utf-8"))
