@@ -1,0 +1,108 @@
+"""What the tests of conversions share: peers' recorded answers, and the comparison of a model with them.
+
+`answers.json` holds, for real sentences: `source`, `target`, `source_ids`, `target_ids` (with start and end token),
+`log_probs` (teacher-forced, one per target token), and `beam_1` and `beam_4`, the peer's hypotheses without length penalty,
+each with `ids`, `score` (sum of log-probabilities) and `text`.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@dataclass
+class Comparison:
+    """Largest differences from a peer over all sentences, and the outputs that differ."""
+
+    log_probs: float = 0.0
+    rescored_per_token: float = 0.0
+    greedy_differs: list = field(default_factory=list)
+    greedy_text_differs: list = field(default_factory=list)
+    beam_differs: list = field(default_factory=list)
+
+
+@pytest.fixture(scope="session")
+def compare_with_answers():
+    """Compare a converted model with a peer's answers: (model, tokenizer, folder with answers.json) -> Comparison."""
+    return compare
+
+
+@torch.inference_mode()
+def compare(model, tokenizer, folder):
+    result = Comparison()
+    for sentence in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["sentences"]:
+        batch = tokenizer(sentence["source"], text_target=sentence["target"], return_tensors="pt")
+        labels = batch.pop("labels")
+        assert batch["input_ids"][0].tolist() == sentence["source_ids"]
+        assert labels[0].tolist() == sentence["target_ids"][1:]
+        difference = token_log_probs(model, batch, labels) - torch.tensor(sentence["log_probs"])
+        result.log_probs = max(result.log_probs, difference.abs().max().item())
+        for hypothesis in sentence["beam_4"]:
+            score = token_log_probs(model, batch, torch.tensor([hypothesis["ids"]])).sum().item()
+            per_token = abs(score - hypothesis["score"]) / len(hypothesis["ids"])
+            result.rescored_per_token = max(result.rescored_per_token, per_token)
+        greedy, peer = search(model, batch, beams=1), sentence["beam_1"][0]
+        if greedy != peer["ids"]:
+            result.greedy_differs.append((greedy, peer["ids"]))
+        if tokenizer.decode(greedy, skip_special_tokens=True) != peer["text"]:
+            result.greedy_text_differs.append((tokenizer.decode(greedy, skip_special_tokens=True), peer["text"]))
+        best = search(model, batch, beams=4)
+        if best != sentence["beam_4"][0]["ids"]:
+            score = token_log_probs(model, batch, torch.tensor([best])).sum().item()
+            result.beam_differs.append((best, score, sentence["beam_4"][0]))
+    return result
+
+
+def token_log_probs(model, batch, labels):
+    """[targets]: log-probability of every label given the ones before it."""
+    return model(**batch, labels=labels).logits.log_softmax(-1).gather(2, labels[..., None])[0, :, 0]
+
+
+def search(model, batch, *, beams):
+    """The best hypothesis without the start token."""
+    options = {"length_penalty": 0.0, "early_stopping": False} if beams > 1 else {"length_penalty": None}
+    output = model.generate(**batch, num_beams=beams, do_sample=False, max_new_tokens=100, **options)
+    return output[0, 1:].tolist()
+
+
+@pytest.fixture(scope="session")
+def opennmt_py_fixtures():
+    """The folder with one folder per tiny model that was trained in OpenNMT-py."""
+    return FIXTURES / "opennmt_py"
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory, opennmt_py_fixtures):
+    """A function: the folder of an OpenNMT-py model's conversion, done once."""
+    from relpos.conversion import convert
+
+    folders = {}
+
+    def folder(name):
+        if name not in folders:
+            out = tmp_path_factory.mktemp("converted") / name
+            folders[name] = convert(
+                opennmt_py_fixtures / name / "model.pt", out, toolkit="opennmt-py", languages=("en", "de")
+            )
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load_converted(converted):
+    """A function: model and tokenizer of an OpenNMT-py model's conversion."""
+    from transformers import AutoTokenizer
+
+    from relpos import RelPosForConditionalGeneration
+
+    def load(name):
+        folder = converted(name)
+        return RelPosForConditionalGeneration.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+    return load
