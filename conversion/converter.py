@@ -119,13 +119,9 @@ def convert_model(
 
 def card_facts(converter: Converter, decoding: Decoding) -> dict[str, Any]:
     """Where the model came from, for its card."""
-    origin = {"Converted from": f"{converter.toolkit}, `{converter.source.name}`"}
     facts = converter.facts()
-    return {
-        **facts,
-        "training": {**origin, **facts.get("training", {})},
-        "limits": [*decoding.notes, *facts.get("limits", ())] or None,
-    }
+    notes = [*decoding.notes, *facts.get("notes", ())]
+    return {**facts, "origin": f"{converter.toolkit}, `{converter.source.name}`", "notes": notes}
 
 
 def refuse(obstacles: Sequence[str], subject: str) -> None:

@@ -26,7 +26,9 @@ FACTS = {
     "test_corpus": "name of the corpus that the scores were taken on",
     "results": "scores, as relpos.training.evaluation.evaluate_model returns them",
     "license": "licence of the model, an identifier that the Hub knows",
-    "base_model": "the model that this one was fine-tuned or converted from",
+    "base_model": "the model that this one was fine-tuned from",
+    "origin": "the model of another toolkit that this one was converted from",
+    "notes": "sentences on how settings of that toolkit were translated",
     "limits": "sentences on what the model cannot do",
 }
 
@@ -71,6 +73,7 @@ def render_card(folder: Path, facts: dict[str, Any]) -> ModelCard:
         template_path=str(TEMPLATE),
         config=config,
         generation=_generation_settings(folder),
+        own_tokenizer=(folder / "tokenization_relpos.py").is_file(),
         parameters=parameters,
         positions=describe_positions(config),
         limits=_limits(config, facts),
