@@ -182,6 +182,7 @@ def train(run: Run) -> Path:
     args = run.training
     output_dir = Path(args.output_dir)
     transformers.logging.set_verbosity_warning()
+    transformers.logging.disable_progress_bar()  # of every save; training has its own
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     with args.main_process_first(desc="preparing the folder"):
@@ -255,7 +256,9 @@ def make_model(run: Run, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     name = run.model.model
     try:
         if name not in presets():
-            return AutoModelForSeq2SeqLM.from_pretrained(name, **run.overrides)
+            model = AutoModelForSeq2SeqLM.from_pretrained(name, **run.overrides)
+            model.config.source_language, model.config.target_language = run.languages
+            return model
         size, pad = len(tokenizer), tokenizer.pad_token_id
         from_tokenizer = {"vocab_size": size, "decoder_vocab_size": size, "pad_token_id": pad}
         from_tokenizer |= {"eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": pad}
@@ -459,13 +462,14 @@ def _facts(run: Run, trainer: TranslationTrainer) -> dict[str, Any]:
     return {
         "source_language": run.data.source_lang,
         "target_language": run.data.target_lang,
+        "base_model": None if run.model.model in presets() else Path(run.model.model).name,
         "corpus": BUNDLED_SOURCE if bundled else ", ".join(Path(name).name for name in run.data.train_corpus),
         "corpus_license": BUNDLED_LICENSE if bundled else None,
         "pairs": len(trainer.train_dataset),
         "steps": trainer.state.global_step,
         "training": {
             "batch": f"up to {args.max_tokens * args.gradient_accumulation_steps * args.world_size:,} tokens per side",
-            "optimizer": f"{args.optim}, betas {args.adam_beta1} and {args.adam_beta2}, epsilon {args.adam_epsilon}",
+            "optimizer": f"{args.optim.value}, betas {args.adam_beta1} and {args.adam_beta2}, epsilon {args.adam_epsilon}",
             "learning rate": f"{args.learning_rate} at its peak, {args.lr_scheduler_type.value}, "
             f"{args.warmup_steps:g} warm-up steps",
             "label smoothing": args.label_smoothing_factor,

@@ -52,6 +52,8 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
         # Batches of a sampler differ in their number of pairs, so accelerate cannot make them even. Nor need it: the
         # sampler itself makes their number a multiple of the number of processes.
         self.accelerator_config.even_batches = False
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # which PyTorch warns of where there is no accelerator
 
 
 class TranslationTrainer(Seq2SeqTrainer):
@@ -79,7 +81,7 @@ class TranslationTrainer(Seq2SeqTrainer):
             batch_sampler=self.batch_sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type != "cpu",
+            pin_memory=self.args.dataloader_pin_memory,
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )

@@ -158,17 +158,17 @@ def _generation_config(model: Any, token_ids: list[list[int]], beams: int | None
     """The model's own settings with the user's beam size and room for every source of the batch.
 
     Twice the longest source and 50 tokens more is room for any translation between languages that share a subword
-    vocabulary, and still ends a model that repeats itself. A longer limit of the model's own is kept.
+    vocabulary, and soon ends a model that repeats itself, which holds up the rest of its batch.
     """
     own = model.generation_config
     # The field that the model's own settings use: the library warns where both are set. max_length counts the token
     # that starts the decoder.
     field, start = ("max_new_tokens", 0) if own.max_new_tokens else ("max_length", 1)
-    own_limit = (getattr(own, field) or 0) - start
-    limit = max_new_tokens or max(own_limit, 2 * max(map(len, token_ids)) + 50)
-    changes: dict[str, Any] = {field: limit + start}
+    changes: dict[str, Any] = {field: (max_new_tokens or 2 * max(map(len, token_ids)) + 50) + start}
     if beams:
         changes |= {"num_beams": beams, "do_sample": False}
+    if beams == 1:
+        changes |= {"length_penalty": 1.0}  # one that only beams know draws a warning
     config = copy.deepcopy(own)
     config.update(**changes)
     return config
