@@ -148,6 +148,11 @@ def convert(
             help="Subword model of both languages, or twice: source, target.", show_default="the source's own"
         ),
     ] = None,
+    vocabularies: Annotated[
+        list[Path] | None,
+        typer.Option(help="Vocabulary of both languages, or twice: source, target.", show_default="the source's own"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="opennmt-tf: the YAML file of the training.")] = None,
     languages: Languages = None,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Trust the file to run code.")] = False,
     force: Force = False,
@@ -163,6 +168,8 @@ def convert(
         out,
         toolkit=toolkit,
         subwords=tuple(subwords or ()),
+        vocabularies=tuple(vocabularies or ()),
+        config=config,
         languages=_codes(languages),
         allow_pickle=allow_pickle,
         force=force,
