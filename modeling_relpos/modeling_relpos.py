@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,7 +96,30 @@ class RelPosLearnedPositions(nn.Embedding):
 
 def wants_weights(config: RelPosConfig, kwargs: dict) -> bool:
     """Whether attention weights are asked for, which the library's fused attention does not have."""
-    return bool(kwargs.get("output_attentions", config.output_attentions))
+    wanted = bool(kwargs.get("output_attentions", config.output_attentions))
+    if wanted and config._attn_implementation != "eager":
+        logger.warning_once(
+            f"`output_attentions` is set: attention runs by rows instead of '{config._attn_implementation}', which has no "
+            "weights to return. The outputs are the same; it is slower on long sequences."
+        )
+    return wanted
+
+
+def check_clipping_distance(name: str, saved: torch.Size, own: torch.Size) -> None:
+    """Refuse a table of another clipping distance: its rows mean other offsets, so that no resizing is right.
+
+    Args:
+        name: Name of a parameter; only tables of relative positions are looked at.
+        saved: Its shape in the checkpoint; `own`: its shape in the model, [2k + 1, head_dim] or [heads, 2k + 1, head_dim].
+
+    Raises:
+        ValueError: Names both distances.
+    """
+    if name.endswith(("relative_keys", "relative_values")) and saved[-2] != own[-2]:
+        raise ValueError(
+            f"The checkpoint was trained with a `max_relative_position` of {saved[-2] // 2}, and the model has "
+            f"{own[-2] // 2} (`{name}`): use the checkpoint's own configuration."
+        )
 
 
 def _absolute_positions(config: RelPosConfig) -> nn.Module | None:
@@ -155,6 +179,12 @@ class RelPosAttention(nn.Module):
         self.relative_keys = self._new_table(config.relative_position_keys)
         self.relative_values = self._new_table(config.relative_position_values and not self.tied)
 
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
+        for name, table in self.named_parameters(recurse=False):
+            if prefix + name in state_dict:
+                check_clipping_distance(prefix + name, state_dict[prefix + name].shape, table.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _new_table(self, wanted: bool) -> nn.Parameter | None:
         k = self.config.max_relative_position
         if not wanted or k is None or self.is_cross_attention:
@@ -186,7 +216,7 @@ class RelPosAttention(nn.Module):
         key, value = self._keys_and_values(hidden_states, key_value_states, cache)
         dropout = self.dropout if self.training else 0.0
         if self.relative_keys is None and self.relative_values is None:
-            output, weights = self._interface(kwargs)(
+            output, weights = self._interface(query, kwargs)(
                 self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
             )
         else:
@@ -225,8 +255,8 @@ class RelPosAttention(nn.Module):
             key, value = own.update(key, value, self.layer_idx)
         return key, value
 
-    def _interface(self, kwargs: dict) -> Callable:
-        if wants_weights(self.config, kwargs):
+    def _interface(self, query: torch.Tensor, kwargs: dict) -> Callable:
+        if wants_weights(self.config, kwargs) or query.numel() == 0:  # the library's sdpa takes no empty tensor
             return eager_attention_forward
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
 
@@ -350,6 +380,16 @@ class RelPosPreTrainedModel(PreTrainedModel):
                     bound = math.sqrt(6 / (table.shape[-2] + table.shape[-1]))
                     init.uniform_(table, -bound, bound)
 
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """The library's last look at what was loaded: here, tables of another clipping distance are refused, even where
+        `ignore_mismatched_sizes` would draw them anew."""
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        mismatched = loading_info.mismatched_keys
+        loading_info.mismatched_keys = set()  # or the library would raise on top of this
+        for name, saved, own in sorted(mismatched):
+            check_clipping_distance(name, saved, own)
+        loading_info.mismatched_keys = mismatched
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Names of tied parameters and of those that they follow. The library drops every tie where
         `tie_word_embeddings` is False; here that field speaks of the output layer alone, and each model lists just the
@@ -388,7 +428,16 @@ class RelPosStack(RelPosPreTrainedModel):
         """[batch, length] ids, or [batch, length, d_model] in their place -> [batch, length, d_model], scaled."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either `input_ids` or `inputs_embeds` (for a decoder, `decoder_...`), not both.")
-        return (self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds) * self.embed_scale
+        if inputs_embeds is not None:
+            return inputs_embeds * self.embed_scale
+        try:
+            return self.embed_tokens(input_ids) * self.embed_scale
+        except IndexError as error:  # on CPU; an accelerator would have to wait for the answer to such a question
+            low, high = input_ids.min().item(), input_ids.max().item()
+            raise ValueError(
+                f"The token ids reach from {low} to {high} and must be at least 0 and less than the size of the "
+                f"vocabulary, {self.embed_tokens.num_embeddings}: use the tokenizer that was saved with the model."
+            ) from error
 
     def add_positions(
         self,
@@ -703,6 +752,11 @@ class RelPosForConditionalGeneration(RelPosPreTrainedModel, GenerationMixin):
         self.lm_head = new
         self.tie_weights()
 
+    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, **kwargs: Any) -> dict[str, Any]:
+        if len(input_ids) == 0:
+            raise ValueError("The batch is empty: `generate` needs at least one source.")
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """[batch, targets] -> [batch, targets]: the labels behind the start token."""
         return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
@@ -771,11 +825,9 @@ class RelPosForConditionalGeneration(RelPosPreTrainedModel, GenerationMixin):
         # the library's own loss for this class name would shift the labels a second time
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
         labels = labels.to(logits.device).flatten()
-        if num_items_in_batch is None:
-            return nn.functional.cross_entropy(logits, labels)
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(logits.device)
-        return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        count = labels.ne(-100).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        # a batch in which nothing is to be learned has the loss 0, not the mean of no number
+        return nn.functional.cross_entropy(logits, labels, reduction="sum") / count.to(logits.device).clamp(min=1)
 
 
 __all__ = ["RelPosForConditionalGeneration", "RelPosModel", "RelPosPreTrainedModel"]
