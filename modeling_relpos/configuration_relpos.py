@@ -73,8 +73,8 @@ class RelPosConfig(PreTrainedConfig):
             `pad_token_id` unless told otherwise.
 
     Raises:
-        ValueError: A value, or a combination of values, that no model can have; the message names the field, the value
-            and what is allowed. Checked again when a model is built, since fields can be assigned in between.
+        ValueError: A value, or a combination of values, that no model can have, or a field about positions that is not
+            listed here; the message names the field, the value and what is allowed. Checked again when a model is built, since fields can be assigned in between.
 
     Example:
 
@@ -131,6 +131,7 @@ class RelPosConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
+        self._refuse_unknown_positions(kwargs)
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
         if self.decoder_start_token_id is None:
@@ -174,6 +175,16 @@ class RelPosConfig(PreTrainedConfig):
         self._check_rates()
         self._check_positions()
         self._check_vocabularies()
+
+    @staticmethod
+    def _refuse_unknown_positions(fields: dict[str, Any]) -> None:
+        """Fields that are no field of this class are kept, as in all of Transformers. Not those about positions: a
+        misspelt one, or one of a later version, would give another model without a word."""
+        for name in fields:
+            if name.startswith(("relative_", "max_relative_", "absolute_")):
+                raise ValueError(
+                    f"`{name}` is no field of RelPosConfig: its name is misspelt, or it needs a newer version of RelPos."
+                )
 
     def _require(self, condition: bool, field: str, allowed: str) -> None:
         if not condition:
