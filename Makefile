@@ -1,10 +1,11 @@
 # make demo   set up, train a small English-German model on the bundled corpus, score it, reload it, translate
 # make test   set up, run the whole test suite
 # make lint   ruff, format and lint
+# make bench  time attention, training and decoding against their peers; tables in benchmarks/results
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint setup setup-dev clean
+.PHONY: demo test lint bench setup setup-dev clean
 
 demo: setup
 	$(BIN)/relpos train quickstart --output_dir out/quickstart --overwrite
@@ -18,16 +19,23 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+bench: setup
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/attention.py --causal
+	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/training.py --size demo
+	$(BIN)/python benchmarks/decoding.py
+
 setup: .venv/installed
 setup-dev: .venv/installed-dev
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 .venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:

@@ -17,6 +17,8 @@ from transformers.utils import logging
 import relpos
 from relpos.configuration import preset, presets
 
+from .allocator import keep_freed_memory
+
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -46,6 +48,7 @@ def load_model(name: str) -> LoadedModel:
     """
     check_folder(name)
     config = load_config(name)
+    keep_freed_memory()
     try:
         # What does not fit is let through in silence here, and refused below with its names and sizes.
         with _quiet_library():

@@ -41,6 +41,7 @@ import relpos
 from relpos.configuration import preset, presets, recipe, recipes
 from relpos.model_cards.card import write_card
 
+from .allocator import keep_freed_memory
 from .batching import sequence_lengths
 from .corpus import (
     BUNDLED,
@@ -181,6 +182,7 @@ def train(run: Run) -> Path:
     """
     args = run.training
     output_dir = Path(args.output_dir)
+    keep_freed_memory()
     transformers.logging.set_verbosity_warning()
     transformers.logging.disable_progress_bar()  # of every save; training has its own
     if not sys.stderr.isatty():
