@@ -1,19 +1,27 @@
 # make demo   set up, train a small English-German model on the bundled corpus, score it, reload it, translate
 # make test   set up, run the whole test suite
+# make conformance   Transformers' own tests on every configuration, with their figures, and on Marian beside them
 # make lint   ruff, format and lint
 # make bench  time attention, training and decoding against their peers; tables in benchmarks/results
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench setup setup-dev clean
+.PHONY: demo test conformance library-suite lint bench setup setup-dev clean
 
 demo: setup
 	$(BIN)/relpos train quickstart --output_dir out/quickstart --overwrite
 	$(BIN)/relpos evaluate out/quickstart --beams 1,4
 	$(BIN)/python -m relpos.training.show_translations out/quickstart
 
-test: setup-dev
-	$(BIN)/python -m pytest -n 2 -q
+test: setup-dev library-suite
+	$(BIN)/python -m pytest -n 2 -q -rs
+
+conformance: setup-dev library-suite
+	$(BIN)/python -m pytest -n 2 -q -m "conformance or not conformance" tests/conformance
+
+# Transformers' own tests, downloaded; without them the suite runs all the same, and says so.
+library-suite: setup-dev
+	-$(BIN)/python tests/conformance/library_suite.py
 
 lint: setup-dev
 	$(BIN)/ruff format --check .
