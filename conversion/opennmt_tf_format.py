@@ -7,7 +7,6 @@ weights as in the tokenizer. The checkpoint does not say how the model computes:
 """
 
 import ast
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -143,7 +142,8 @@ class OpenNMTTFConverter(Converter):
         vocabularies: Sequence[Path] = (),
         subwords: Sequence[Path] = (),
     ):
-        super().__init__(source)
+        prefix = find_checkpoint(source)
+        self.source = source  # without the base class, which asks for a file; a checkpoint's name is that of none
         for option, paths in (("vocabularies", vocabularies), ("subwords", subwords)):
             if len(paths) > 2:
                 raise ConversionError(
@@ -152,7 +152,6 @@ class OpenNMTTFConverter(Converter):
         self._config_file = Path(config) if config else None
         self._options = _read_config(self._config_file) if self._config_file else {}
         self._subwords = [Path(path) for path in subwords]
-        prefix = find_checkpoint(source)
         self._steps = prefix.name.rpartition("-")[2]
         self._foreign = _foreign_weights(TensorFlowCheckpoint(prefix), prefix)
         self._arguments = read_description(prefix.with_name(_DESCRIPTION))
@@ -280,7 +279,8 @@ class OpenNMTTFConverter(Converter):
         """Kind and parameters of the tokenizer of a side; no kind where the text is split at spaces."""
         config = self._data.get(f"{side}_tokenization") or {}
         if isinstance(config, str):
-            config = json.loads(config) if config.lstrip().startswith("{") else _read_config(self._locate(config))
+            is_json = config.lstrip().startswith("{")
+            config = _parse_config(config, f"{side}_tokenization") if is_json else _read_config(self._locate(config))
         if not config:
             return "", {}
         return (config["type"], config.get("params") or {}) if config.get("type") else ("OpenNMTTokenizer", config)
@@ -457,13 +457,24 @@ def _number(text: str) -> float | None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConversionError(f"The configuration {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConversionError(f"The configuration {path} is not YAML.") from error
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"The configuration {path} is not UTF-8 ({error.reason}).") from error
+    return _parse_config(text, str(path))
+
+
+def _parse_config(text: str, name: str) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConversionError(f"The configuration {name} is not YAML.") from error
     if not isinstance(config, dict):
-        raise ConversionError(f"The configuration {path} must hold sections such as data and params.")
+        raise ConversionError(f"The configuration {name} must hold names with values.")
+    for section in ("data", "params"):
+        if not isinstance(config.get(section) or {}, dict):
+            raise ConversionError(f"The section {section} of the configuration {name} must hold names with values.")
     return config
 
 

@@ -102,12 +102,12 @@ class Tensor2TensorConverter(Converter):
     toolkit: ClassVar[str] = "tensor2tensor"
 
     def __init__(self, source: Path, *, vocabularies: Sequence[Path] = ()):
-        super().__init__(source)
+        prefix = find_checkpoint(source)
+        self.source = source  # without the base class, which asks for a file; a checkpoint's name is that of none
         if len(vocabularies) > 2:
             raise ConversionError(
                 f"--vocabularies takes one file, or one of the source and one of the target, not {len(vocabularies)}."
             )
-        prefix = find_checkpoint(source)
         self._steps = prefix.name.rpartition("-")[2]
         self._options = _read_options(prefix.with_name("hparams.json"))
         checkpoint = TensorFlowCheckpoint(prefix)

@@ -72,7 +72,8 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
                 raise ConversionError(
                     f"The checkpoint {prefix} was written on a big-endian machine; it must be saved anew."
                 )
-            entries = {name.decode(): _parse_entry(record) for name, record in records.items()}
+            # a key that begins with zero is that of a slice, whose tensor has an entry of its own
+            entries = {key.decode(): _parse_entry(value) for key, value in records.items() if key[0]}
         except (KeyError, IndexError, UnicodeDecodeError, struct.error) as error:
             raise ConversionError(f"The table {self._index} is damaged, or not that of a checkpoint.") from error
         self._entries = {name: entry for name, entry in entries.items() if entry.dtype in _DTYPES}
@@ -163,7 +164,8 @@ def _read_table(path: Path) -> Iterator[tuple[bytes, bytes]]:
     if len(footer) < _FOOTER_SIZE or int.from_bytes(footer[-8:], "little") != _MAGIC:
         raise ConversionError(f"The table {path} is cut off, or it is not the index of a TensorFlow checkpoint.")
     try:
-        position = _handle(footer, 0)[2]  # behind the handle of the block of filters, which checkpoints do not use
+        offset, size, position = _handle(footer, 0)
+        _block(data, offset, size, path)  # of filters, which checkpoints do not use: only its checksum counts
         offset, size, _ = _handle(footer, position)
         for _, handle in _entries(_block(data, offset, size, path)):
             offset, size, _ = _handle(handle, 0)
