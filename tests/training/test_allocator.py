@@ -11,7 +11,8 @@ FAULTS = """
 import resource, torch
 from relpos.training.allocator import keep_freed_memory
 changed = keep_freed_memory()
-torch.ones(8_000_000)
+for _ in range(5):  # until the heap has grown
+    torch.ones(8_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
     torch.ones(8_000_000)
