@@ -23,9 +23,10 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_relpos import attention_by_rows, relative_rows
+from .attention_relpos import Padding, attention_by_rows, attention_of_tokens, relative_rows
 from .configuration_relpos import RelPosConfig
 from .pipeline_relpos import TranslationPipeline  # noqa: F401 (so that the file travels with a saved model)
 
@@ -198,6 +199,7 @@ class RelPosAttention(nn.Module):
         key_value_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        padding: Padding | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -207,6 +209,9 @@ class RelPosAttention(nn.Module):
             key_value_states: [batch, keys, d_model], the encoder's output in cross-attention.
             attention_mask: Broadcastable to [batch, heads, queries, keys], boolean or additive.
             rows: [queries, keys] or [batch, queries, keys], the table row of every pair in self-attention with tables.
+                Without them, queries and keys are the same tokens, and which are seen follows from their order and
+                from `padding` in place of `attention_mask`.
+            padding: Where the real tokens are; None where all are real.
             cache: The cache, which this call extends by its own keys and values.
 
         Returns:
@@ -220,17 +225,15 @@ class RelPosAttention(nn.Module):
                 self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
             )
         else:
-            output, weights = attention_by_rows(
-                query,
-                key,
-                value,
-                scaling=self.scaling,
-                rows=rows,
-                key_table=self.relative_keys,
-                value_table=self.relative_keys if self.tied else self.relative_values,
-                mask=attention_mask,
-                dropout=dropout,
-            )
+            value_table = self.relative_keys if self.tied else self.relative_values
+            tables = {"scaling": self.scaling, "key_table": self.relative_keys, "value_table": value_table}
+            if rows is None:
+                weights = None
+                output = attention_of_tokens(query, key, value, padding=padding, is_causal=self.is_causal, **tables)
+            else:
+                output, weights = attention_by_rows(
+                    query, key, value, rows=rows, mask=attention_mask, dropout=dropout, **tables
+                )
             output = output.transpose(1, 2)
         return self.out_proj(output.flatten(2)), weights
 
@@ -301,13 +304,16 @@ class RelPosEncoderLayer(RelPosSubLayers):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        padding: Padding | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
-        """[batch, sources, d_model] -> the same; see `RelPosAttention.forward` for mask and rows."""
+        """[batch, sources, d_model] -> the same; see `RelPosAttention.forward` for mask, rows and padding."""
         hidden_states = self.residual(
             hidden_states,
             self.self_attn_layer_norm,
-            lambda states: self.self_attn(states, attention_mask=attention_mask, rows=rows, **kwargs)[0],
+            lambda states: self.self_attn(states, attention_mask=attention_mask, rows=rows, padding=padding, **kwargs)[
+                0
+            ],
         )
         return self.residual(hidden_states, self.final_layer_norm, self.feed_forward)
 
@@ -329,6 +335,7 @@ class RelPosDecoderLayer(RelPosSubLayers):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        padding: Padding | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
@@ -336,7 +343,9 @@ class RelPosDecoderLayer(RelPosSubLayers):
         hidden_states = self.residual(
             hidden_states,
             self.self_attn_layer_norm,
-            lambda states: self.self_attn(states, attention_mask=attention_mask, rows=rows, cache=cache, **kwargs)[0],
+            lambda states: self.self_attn(
+                states, attention_mask=attention_mask, rows=rows, padding=padding, cache=cache, **kwargs
+            )[0],
         )
         if encoder_hidden_states is not None:
             hidden_states = self.residual(
@@ -464,6 +473,27 @@ class RelPosStack(RelPosPreTrainedModel):
             embeddings = embeddings + self.embed_positions(positions).to(embeddings.dtype)
         return nn.functional.dropout(embeddings, p=self.dropout, training=self.training)
 
+    def attends_to_itself(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether self-attention without a cache may be left to `attention_of_tokens`, which returns no weights, drops
+        none, runs on CPU, and takes no masks but those of padding."""
+        batch, length = hidden_states.shape[:2]
+        return (
+            self.config.max_relative_position is not None
+            and self.config._attn_implementation == "sdpa"
+            and not wants_weights(self.config, kwargs)
+            and not (self.training and self.config.attention_dropout > 0)
+            and hidden_states.device.type == "cpu"
+            and (attention_mask is None or attention_mask.shape == (batch, length))
+            and not is_tracing(hidden_states)  # compilers fuse the plain operations themselves
+        )
+
+    def rows(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor | None:
+        """Table row of every pair, [queries, keys]; None where the model has no tables."""
+        k = self.config.max_relative_position
+        return None if k is None else relative_rows(query_positions, key_positions, k)
+
     def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The LayerNorm after a pre-norm stack; nothing in post-norm."""
         return hidden_states if self.layer_norm is None else self.layer_norm(hidden_states)
@@ -495,13 +525,17 @@ class RelPosEncoder(RelPosStack):
             inputs_embeds: [batch, sources, d_model], in place of `input_ids`.
         """
         hidden_states = self.add_positions(self.look_up(input_ids, inputs_embeds), attention_mask)
-        mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask)
-        rows = None
-        if self.config.max_relative_position is not None:
+        mask = rows = padding = None
+        if self.attends_to_itself(hidden_states, attention_mask, kwargs):
+            padding = Padding.of(attention_mask)
+        else:
+            mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+            )
             positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-            rows = relative_rows(positions, positions, self.config.max_relative_position)
+            rows = self.rows(positions, positions)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=mask, rows=rows, **kwargs)
+            hidden_states = layer(hidden_states, attention_mask=mask, rows=rows, padding=padding, **kwargs)
         return BaseModelOutput(last_hidden_state=self.finish(hidden_states))
 
 
@@ -552,14 +586,18 @@ class RelPosDecoder(RelPosStack):
         hidden_states = self.add_positions(embeddings, attention_mask, past, capacity)
         query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
         key_positions = torch.arange(keys, device=hidden_states.device)
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, cache=own_cache
-        )
-        relative = self.config.max_relative_position is not None
-        rows = relative_rows(query_positions, key_positions, self.config.max_relative_position) if relative else None
-        if mask is None and len(query_positions) > 1 and (relative or wants_weights(self.config, kwargs)):
-            # the library left it to the fused kernel: a query sees what is not ahead of it
-            mask = key_positions <= query_positions[:, None]
+        mask = rows = padding = None
+        new_tokens = isinstance(past, int) and past == 0 and keys == len(query_positions)
+        if new_tokens and self.attends_to_itself(hidden_states, attention_mask, kwargs):
+            padding = Padding.of(attention_mask)
+        else:
+            mask = create_causal_mask(
+                config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, cache=own_cache
+            )
+            rows = self.rows(query_positions, key_positions)
+            if mask is None and len(query_positions) > 1 and (rows is not None or wants_weights(self.config, kwargs)):
+                # the library left it to the fused kernel: a query sees what is not ahead of it
+                mask = key_positions <= query_positions[:, None]
         encoder_mask = create_bidirectional_mask(
             config=self.config,
             inputs_embeds=hidden_states,
@@ -573,6 +611,7 @@ class RelPosDecoder(RelPosStack):
                 encoder_hidden_states,  # by position: reentrant checkpointing gives no gradient to keyword arguments
                 encoder_attention_mask=encoder_mask,
                 rows=rows,
+                padding=padding,
                 cache=cache,
                 **kwargs,
             )

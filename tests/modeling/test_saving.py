@@ -95,7 +95,8 @@ def test_a_folder_explains_itself(tmp_path):
         "AutoModelForSeq2SeqLM": "modeling_relpos.RelPosForConditionalGeneration",
     }
     code = {p.name for p in tmp_path.glob("*.py")}
-    assert code == {"attention_relpos.py", "configuration_relpos.py", "modeling_relpos.py", "pipeline_relpos.py"}
+    attention = {"attention_relpos.py", "near_far_relpos.py", "skewed_relpos.py"}
+    assert code == {*attention, "configuration_relpos.py", "modeling_relpos.py", "pipeline_relpos.py"}
     assert type(AutoConfig.from_pretrained(tmp_path)) is RelPosConfig
 
 
