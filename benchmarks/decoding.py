@@ -1,0 +1,86 @@
+"""Decoding: RelPos against itself without positions, Marian and T5, and the time of a step as the output grows.
+
+python benchmarks/decoding.py [--size base] [--batch 16] [--seconds 60]
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from measure import in_turn, machine, ratio, write
+from models import SIZES, build
+
+KINDS = ["relpos", "relpos, no positions", "marian", "t5"]
+SOURCE, NEW = 32, 48
+MODES = {
+    "greedy": {"num_beams": 1},
+    "beam 4": {"num_beams": 4},
+    "greedy, static cache": {"num_beams": 1, "cache_implementation": "static", "disable_compile": True},
+}
+
+
+def generator(model, batch: int, vocabulary: int, **settings):
+    """A run of `generate` that always makes NEW tokens."""
+    source = torch.randint(2, vocabulary, (batch, SOURCE), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(source)
+    mask[: batch // 4, SOURCE // 2 :] = 0
+    return lambda: model.generate(
+        input_ids=source, attention_mask=mask, min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False, **settings
+    )
+
+
+@torch.no_grad()
+def step_times(model, batch: int, vocabulary: int, lengths: list[int], repeats: int = 15) -> list[float]:
+    """Median milliseconds of one decoding step on a cache of each length."""
+    source = torch.randint(2, vocabulary, (batch, SOURCE))
+    encoded = model.get_encoder()(source)
+    found = []
+    for length in lengths:
+        prefix, token = torch.randint(2, vocabulary, (batch, length)), torch.randint(2, vocabulary, (batch, 1))
+        times = []
+        for _ in range(repeats):
+            cache = model(encoder_outputs=encoded, decoder_input_ids=prefix, use_cache=True).cache
+            begin = time.perf_counter()
+            model(encoder_outputs=encoded, decoder_input_ids=token, cache=cache)
+            times.append(time.perf_counter() - begin)
+        found.append(statistics.median(times) * 1e3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="base")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=60.0, help="per mode")
+    options = parser.parse_args()
+    facts, vocabulary = machine(), SIZES[options.size]["vocabulary"]
+    models = {kind: build(kind, options.size).eval() for kind in KINDS}
+    rows = []
+    for mode, settings in MODES.items():
+        runs = {kind: generator(model, options.batch, vocabulary, **settings) for kind, model in models.items()}
+        times = in_turn(runs, seconds=options.seconds)
+        for kind in KINDS:
+            speed = options.batch * NEW / statistics.median(times[kind])
+            rows.append([mode, kind, f"{speed:.0f}", ratio(times[kind], times["relpos"])])
+    note = (
+        f"Size {options.size}, {options.batch} sources of {SOURCE} tokens, {NEW} new tokens each, float32, PyTorch without "
+        "compilation. The last column is relpos's tokens per second divided by the other's, within a round: median (95 % "
+        "interval)."
+    )
+    columns = ["mode", "model", "tokens per second", "speed of relpos / speed of this"]
+    write(f"decoding_{options.size}", "Decoding", columns, rows, facts, note)
+
+    lengths = [10, 50, 100, 200, 500]
+    rows = [
+        [kind, *(f"{t:.1f}" for t in step_times(model, options.batch, vocabulary, lengths))]
+        for kind, model in models.items()
+    ]
+    note = (
+        f"Size {options.size}, batch {options.batch}: milliseconds of one step, by the number of tokens in the cache."
+    )
+    write(f"decoding_steps_{options.size}", "A decoding step", ["model", *map(str, lengths)], rows, facts, note)
+
+
+if __name__ == "__main__":
+    main()
