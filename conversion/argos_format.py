@@ -182,7 +182,9 @@ def _shared_segmenter(tokenizer: PreTrainedTokenizerBase) -> Any:
         return segmenter_of(tokenizer)
     source, target = tokenizer.get_segmenter("source"), tokenizer.get_segmenter("target")
     if source is None or target is None:
-        raise ConversionError("An Argos package needs a SentencePiece model, and the subwords of this tokenizer are none.")
+        raise ConversionError(
+            "An Argos package needs a SentencePiece model, and the subwords of this tokenizer are none."
+        )
     if source.to_str() != target.to_str():
         raise ConversionError("An Argos package has one subword model, and this model has one for each side.")
     return source

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration
@@ -102,8 +103,8 @@ def convert_model(
     """
     with new_folder(out, force=force) as folder:
         refuse(converter.obstacles(), f"The {converter.toolkit} model {converter.source}")
-        config, tokenizer, decoding = converter.config(), converter.tokenizer(), converter.decoding()
-        check_vocabulary(config, tokenizer)
+        config, tokenizer = _config_and_tokenizer(converter)
+        decoding = converter.decoding()
         facts = {"name": out.resolve().name, **card_facts(converter, decoding), **(facts or {})}
         model = build_model(config, converter.weights())
         for side in ("source_language", "target_language"):
@@ -115,6 +116,20 @@ def convert_model(
         tokenizer.save_pretrained(folder)
         write_card(folder, facts)
     return out
+
+
+def _config_and_tokenizer(converter: Converter) -> tuple[RelPosConfig, PreTrainedTokenizerBase]:
+    """Both, which belong together; raises ConversionError for options and vocabularies that no model can have."""
+    try:
+        config, tokenizer = converter.config(), converter.tokenizer()
+    except ConversionError:
+        raise
+    except KeyError as error:
+        raise ConversionError(f"The {converter.toolkit} model {converter.source} has no {error.args[0]}.") from error
+    except (ValueError, StrictDataclassError) as error:
+        raise ConversionError(f"The {converter.toolkit} model {converter.source} is inconsistent: {error}") from error
+    check_vocabulary(config, tokenizer)
+    return config, tokenizer
 
 
 def card_facts(converter: Converter, decoding: Decoding) -> dict[str, Any]:

@@ -75,6 +75,11 @@ _EXPRESSIBLE = {
     "alibi": (0, "ALiBi positions"),
     "alibi_use_positive_positions": (None, "ALiBi positions"),  # of no effect without alibi
     "scale_alibi": (None, "ALiBi positions"),
+    # before version 3, in place of config.json
+    "with_source_bos": (None, "a start token of sources"),
+    "with_source_eos": (None, "an end token of sources"),
+    "with_target_bos": (1, "a target that starts with the end token"),
+    "user_decoder_start_tokens": (0, "start tokens that the caller gives"),
 }
 _PADDING = ("<blank>", "<pad>")
 _DEFAULT_EPSILON = 1e-5
@@ -101,6 +106,9 @@ class CTranslate2Converter(Converter):
         self._subwords = [Path(path) for path in subwords]
         self._binary = read_binary(source / "model.bin")
         self._options = read_options(source)
+        for token in ("bos", "eos"):
+            if self._setting("", f"with_source_{token}", default=0):
+                self._options[f"add_source_{token}"] = True
         self._vocabularies = read_vocabularies(source)
 
     def obstacles(self) -> list[str]:
@@ -125,7 +133,7 @@ class CTranslate2Converter(Converter):
 
     def _obstacles_of_vocabularies(self) -> list[str]:
         found = []
-        for field in ("unk_token", "eos_token"):
+        for field in ("eos_token",) if self._own_tokenizer else ("unk_token", "eos_token"):
             token = self._options[field]
             ids = [vocabulary.index(token) if token in vocabulary else None for vocabulary in self._vocabularies]
             if None in ids or ids[0] != ids[1]:
@@ -159,7 +167,7 @@ class CTranslate2Converter(Converter):
             attention_bias="model.encoder.layers.0.self_attn.q_proj.bias" in weights,
             mlp_bias="model.encoder.layers.0.fc1.bias" in weights,
             lm_head_bias="lm_head.bias" in weights,
-            pad_token_id=target.index(self._pad_token()),
+            pad_token_id=self._own_tokenizer.pad_token_id if self._own_tokenizer else target.index(self._pad_token()),
             eos_token_id=target.index(self._options["eos_token"]),
             decoder_start_token_id=target.index(self._options["decoder_start_token"]),
         )
@@ -178,8 +186,8 @@ class CTranslate2Converter(Converter):
         return rename(foreign, _KEYS)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        if not self._subwords and (self.source / "tokenizer_config.json").is_file():
-            return AutoTokenizer.from_pretrained(self.source)
+        if self._own_tokenizer:
+            return self._own_tokenizer
         options, sides = self._options, {}
         for index, side in enumerate(("source", "target")):
             vocabulary = self._vocabularies[index]
@@ -202,6 +210,19 @@ class CTranslate2Converter(Converter):
             eos_token=options["eos_token"],
             bos_token=options["bos_token"],
         )
+
+    @cached_property
+    def _own_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that an export has left in the folder, where no subword models were named."""
+        if self._subwords or not (self.source / "tokenizer_config.json").is_file():
+            return None
+        tokenizer = AutoTokenizer.from_pretrained(self.source)
+        sizes = [len(vocabulary) for vocabulary in self._vocabularies]
+        if _export_vocabularies(tokenizer, *sizes) != self._vocabularies:
+            raise ConversionError(
+                f"The tokenizer in {self.source} does not have the tokens of the model's vocabularies."
+            )
+        return tokenizer
 
     def decoding(self) -> Decoding:
         """CTranslate2's defaults, since its models do not say."""
@@ -276,6 +297,8 @@ class _Reader:
                     f"The file {self._path} is damaged: {alias} stands for {name}, which is not there."
                 )
             variables[alias] = variables[name]
+            if f"{name}_scale" in variables:
+                variables[f"{alias}_scale"] = variables[f"{name}_scale"]
         return Binary(kind=kind, variables=_plain_names(_dequantize(variables)))
 
     def _variable(self) -> tuple[str, torch.Tensor]:
@@ -343,6 +366,8 @@ def _dequantize(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if scale is not None:
             scale = scale.float()
             plain[name] = tensor.float() / (scale[:, None] if scale.dim() else scale)
+        elif tensor.dim() and not tensor.is_floating_point():
+            raise ConversionError(f"The weight {name} is quantised in a way that is not known: it has no scale.")
         elif not (name.endswith("_scale") and name.removesuffix("_scale") in variables):
             plain[name] = tensor
     return plain
@@ -519,7 +544,7 @@ def _build_spec(model: RelPosForConditionalGeneration, tokenizer: PreTrainedToke
     )
     spec.encoder.scale_embeddings = spec.decoder.scale_embeddings = config.scale_embedding
     _fill_spec(spec, _with_all_tables(model))
-    source, target = _export_vocabularies(tokenizer, config)
+    source, target = _export_vocabularies(tokenizer, config.vocab_size, config.decoder_vocab_size)
     spec.register_source_vocabulary(source)
     spec.register_target_vocabulary(target)
     bos, eos = _source_ends(tokenizer)
@@ -563,14 +588,16 @@ def _fill_spec(spec: Any, weights: Mapping[str, torch.Tensor]) -> None:
     model_spec.visit_spec(spec, fill)
 
 
-def _export_vocabularies(tokenizer: PreTrainedTokenizerBase, config: RelPosConfig) -> tuple[list[str], list[str]]:
+def _export_vocabularies(
+    tokenizer: PreTrainedTokenizerBase, source_size: int, target_size: int
+) -> tuple[list[str], list[str]]:
     """Tokens of source and target by id; embeddings beyond the tokenizer's get names that no text has."""
     if isinstance(tokenizer, RelPosTokenizer):
         sides = tokenizer.get_vocabulary("source"), tokenizer.get_vocabulary("target")
     else:
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         sides = list(tokens), list(tokens)
-    for side, tokens, size in zip(("source", "target"), sides, (config.vocab_size, config.decoder_vocab_size)):
+    for side, tokens, size in zip(("source", "target"), sides, (source_size, target_size)):
         if len(tokens) > size:
             raise ConversionError(f"The tokenizer has {len(tokens)} {side} tokens and the model embeds only {size}.")
         tokens.extend(f"<unused {index}>" for index in range(len(tokens), size))

@@ -76,6 +76,8 @@ _EXPRESSIBLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_layers": (([], None), "LoRA layers, which must be merged first"),
     "lora_embedding": ((False,), "LoRA embeddings, which must be merged first"),
     "quant_layers": (([], None), "quantised layers"),
+    "src_vocab_threshold": ((0,), "subword models limited to frequent pieces"),
+    "tgt_vocab_threshold": ((0,), "subword models limited to frequent pieces"),
 }
 _OTHER_METHODS = {0: "no relative positions", -1: "rotary positions", -2: "ALiBi"}
 

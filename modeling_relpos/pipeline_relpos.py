@@ -27,7 +27,7 @@ def register_translation() -> None:
     Does nothing where the task is there already, be it by an earlier call, by a second copy of this file or by another
     package. Every other task stays as it is, removed ones removed.
     """
-    # The library asks the table of removed tasks before it asks its registry.
+    # The library asks this table before it asks its registry.
     pipelines.REMOVED_TASKS.pop(_TASK, None)
     registry = pipelines.PIPELINE_REGISTRY
     if _TASK in registry.supported_tasks:
@@ -323,10 +323,8 @@ class TranslationPipeline(Pipeline):
 
     def _warn_of_cut(self, output_ids: torch.Tensor, parameters: dict[str, Any]) -> None:
         """Say so where translations, [hypotheses, length], ran into a limit that the user did not set."""
-        new_tokens = parameters.get("max_new_tokens")
-        limit = (
-            parameters["max_length"] if new_tokens is None else new_tokens + 1
-        )  # 1: the token that starts the target
+        new_tokens = parameters.get("max_new_tokens")  # to which the token that starts the target is added
+        limit = parameters["max_length"] if new_tokens is None else new_tokens + 1
         if output_ids.shape[1] < limit:
             return
         cut = (output_ids[:, -1] != parameters.get("pad_token_id")).sum().item()

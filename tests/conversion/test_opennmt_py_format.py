@@ -200,6 +200,18 @@ class TestFaults:
         with pytest.raises(ConversionError, match=r"no place for the weight encoder.*linear_gate\.weight"):
             write()
 
+    def test_options_that_no_model_can_have(self, checkpoint):
+        content, write = checkpoint
+        content["opt"].heads = 5
+        with pytest.raises(ConversionError, match=r"is inconsistent: .*encoder_attention_heads"):
+            write()
+
+    def test_a_decoder_is_missing(self, checkpoint):
+        content, write = checkpoint
+        content["model"] = {name: tensor for name, tensor in content["model"].items() if "decoder.transf" not in name}
+        with pytest.raises(ConversionError, match=r"has no decoder\.transformer_layers\.0\.feed_forward\.w_1\.weight"):
+            write()
+
     @pytest.mark.parametrize("part", ["opt", "vocab"])
     def test_a_part_is_missing(self, checkpoint, part):
         content, write = checkpoint

@@ -1,5 +1,6 @@
 """pipeline("translation"): the task that the package restores, and the pipeline behind it."""
 
+import copy
 import functools
 import importlib.util
 import json
@@ -170,7 +171,7 @@ def run_without_package(script: str, *arguments: str, cwd: Path) -> str:
             "OMP_NUM_THREADS": "1",
         },
         stdin=subprocess.DEVNULL,  # a question about trust finds nobody to say yes
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -344,7 +345,9 @@ def test_an_iterator_is_read_as_translations_are_asked_for(translator):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_hypotheses_stay_with_their_text(translator, batch_size):
+def test_hypotheses_stay_with_their_text(trained, tokenizer, batch_size):
+    # in float64, since padding changes the order of sums and could swap hypotheses of nearly equal scores
+    translator = pipeline("translation", model=copy.deepcopy(trained).double(), tokenizer=tokenizer)
     options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
     alone = [translator(text, **options) for text in SOURCES]
     assert [len(hypotheses) for hypotheses in alone] == [3] * len(SOURCES)
@@ -475,6 +478,15 @@ def test_length_without_any_setting_grows_with_the_source(translator, tokenizer,
     lengths = [len(tokenizer(text)["input_ids"]) for text in SOURCES]
     assert [call["max_new_tokens"] for call in calls] == [2 * lengths[0] + 50, 2 * max(lengths) + 50]
     assert not [warning for warning in recwarn if "max_length" in str(warning.message)]
+
+
+def test_a_generation_config_of_a_call_replaces_the_parameters_of_the_pipeline(trained, tokenizer, monkeypatch):
+    calls = record_generate(monkeypatch, trained)
+    translator = pipeline("translation", model=trained, tokenizer=tokenizer, max_new_tokens=2)
+    assert translator(SOURCES[0])[0]["translation_text"] != TARGETS[0]
+    assert texts_of(translator(SOURCES[0], generation_config=GenerationConfig(num_beams=2))) == TARGETS[:1]
+    config = calls[-1]["generation_config"]
+    assert (config.num_beams, config.max_new_tokens) == (2, 2 * len(tokenizer(SOURCES[0])["input_ids"]) + 50)
 
 
 def test_length_that_the_model_or_the_user_sets_stands(tokenizer, monkeypatch):
@@ -613,6 +625,8 @@ def test_languages_reach_tokenizer_and_generation(multilingual, batch_size, monk
     check(named(texts, src_lang=french, **options), french, german)
     check(plain(texts, tgt_lang=german, **options), english, german)
     check(named(texts, **options), english, german)  # a call changes nothing for the next one
+    both = pipeline(f"translation_{english}_to_{german}", model=model, tokenizer=tokenizer, tgt_lang=french)
+    check(both(texts, **options), english, french)
 
     named("Save", forced_bos_token_id=5, max_new_tokens=2)
     assert calls[0]["forced_bos_token_id"] == 5
