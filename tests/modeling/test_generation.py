@@ -53,6 +53,16 @@ def sources(count=1, length=9):
     return torch.randint(2, 250, (count, length))
 
 
+def varied(model):
+    """The source, of twenty, whose greedy translation has the most different tokens, and that translation, [1, 21]; on
+    some sources an untrained model says one token for ever, which no fault would change."""
+    candidates = sources(20)
+    outputs = model.generate(candidates, max_new_tokens=20, min_new_tokens=20)
+    row = max(range(20), key=lambda row: outputs[row].unique().numel())
+    assert outputs[row].unique().numel() > 6
+    return candidates[row, None], outputs[row, None]
+
+
 def log_probabilities(model, source, sequences):
     """[batch, targets - 1]: what the model, given the tokens before, says of each token after the first."""
     logits = model(input_ids=source, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
@@ -106,9 +116,8 @@ def test_sampling_follows_its_seed():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_assisted_decoding_gives_the_greedy_tokens(name):
-    model, source = build(name), sources()
-    expected = model.generate(source, max_new_tokens=20, min_new_tokens=20)
-    assert expected.unique().numel() > 4, "too uniform to say anything"
+    model = build(name)
+    source, expected = varied(model)
     smaller = build(name, seed=2, decoder_layers=1, encoder_layers=1)
     for assistant in (smaller, build(name)):
         steps = []
@@ -120,19 +129,20 @@ def test_assisted_decoding_gives_the_greedy_tokens(name):
 
 
 def test_candidates_looked_up_in_the_prefix_give_the_greedy_tokens():
-    model, source = build(), sources()
-    expected = model.generate(source, max_new_tokens=20)
-    assert torch.equal(model.generate(source, max_new_tokens=20, prompt_lookup_num_tokens=3), expected)
+    model = build()
+    source, expected = varied(model)
+    options = {"max_new_tokens": 20, "min_new_tokens": 20}
+    assert torch.equal(model.generate(source, prompt_lookup_num_tokens=3, **options), expected)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_prefix_of_several_tokens_is_continued(name):
-    model, source = build(name), sources(2)
-    whole = model.generate(source, max_new_tokens=20, min_new_tokens=20)
+    model = build(name)
+    source, whole = varied(model)
     found = model.generate(source, decoder_input_ids=whole[:, :8], max_new_tokens=13, min_new_tokens=13)
     assert torch.equal(found, whole)
     other = torch.tensor([[0, 17, 40, 3], [0, 9, 9, 77]])
-    found = model.generate(source, decoder_input_ids=other, max_new_tokens=6, num_beams=3)
+    found = model.generate(source.repeat(2, 1), decoder_input_ids=other, max_new_tokens=6, num_beams=3)
     assert torch.equal(found[:, :4], other)
 
 
@@ -148,8 +158,8 @@ def test_tokens_can_be_forced():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_generation_goes_on_from_a_returned_cache(name):
-    model, source = build(name), sources(2)
-    whole = model.generate(source, max_new_tokens=20, min_new_tokens=20)
+    model = build(name)
+    source, whole = varied(model)
     first = model.generate(source, max_new_tokens=7, min_new_tokens=7, return_dict_in_generate=True)
     assert first.cache.get_seq_length() == 7  # all but the last token
     lengths = []
@@ -257,10 +267,12 @@ def test_what_transformers_itself_no_longer_has_is_refused_by_it(what):
         build().generate(sources(), max_new_tokens=3, **options)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared", "per-head", "relative-and-learned"])
 def test_a_compiled_step_has_no_graph_break_and_is_compiled_once(name):
-    model, source = build(name), sources(2)
-    expected = model.generate(source, max_new_tokens=12, min_new_tokens=12)
+    model = build(name)
+    source, expected = varied(model)
+    expected = expected[:, :13]
     encoded = model.get_encoder()(source)
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
