@@ -191,15 +191,12 @@ class Tensor2TensorConverter(Converter):
 
     def tokenizer(self) -> RelPosSubwordTextTokenizer:
         source, target = self._vocabularies
-        try:
-            return RelPosSubwordTextTokenizer(
-                source_vocabulary=source,
-                target_vocabulary=target,
-                pad_token=_SPECIAL_TOKENS[_PAD_ID],
-                eos_token=_SPECIAL_TOKENS[_EOS_ID],
-            )
-        except ValueError as error:
-            raise ConversionError(str(error)) from error
+        return RelPosSubwordTextTokenizer(
+            source_vocabulary=source,
+            target_vocabulary=target,
+            pad_token=_SPECIAL_TOKENS[_PAD_ID],
+            eos_token=_SPECIAL_TOKENS[_EOS_ID],
+        )
 
     def decoding(self) -> Decoding:
         """The defaults of its decoder, since checkpoints do not say: beam 4, alpha 0.6."""

@@ -56,7 +56,7 @@ def load_model(name: str) -> LoadedModel:
                 name, config=config, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
             )
             tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"The model {name} cannot be opened: {_first_sentence(error)}") from error
     _check_weights_fit(name, info)
     model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu").eval()

@@ -49,7 +49,10 @@ def test_in_and_out_and_translated_by_the_engine(run, opennmt_py_fixtures, tmp_p
         (("convert", "no", "out", "--from", "argos", "--allow-pickle"), "--allow-pickle has no meaning for argos."),
         (("convert", "no", "out", "--from", "argos", "--languages", "en"), "--languages takes two codes"),
         (("export", "no", "out", "--to", "marian"), "There is no toolkit 'marian' to export to"),
-        (("export", "./no", "out", "--to", "argos"), "The model folder no does not exist."),
+        (
+            ("export", "./no", "out", "--to", "argos"),
+            "The model no is neither a folder nor the name of a model on the Hub",
+        ),
         (("translate", "no", "--engine", "ctranslate2"), "The model no holds no model.bin"),
         (("translate", "no", "--engine", "marian"), "There is no toolkit 'marian' to translate with"),
     ],

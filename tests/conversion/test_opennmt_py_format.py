@@ -263,41 +263,5 @@ class TestFaults:
             write()
 
 
-@pytest.mark.slow
-def test_two_epochs_of_trainer_make_it_better(load_converted, tmp_path):
-    """OpenNMT-py -> RelPos -> Seq2SeqTrainer, on sentences that it has been trained on too little."""
-    import sacrebleu
-    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
-
-    from relpos.training.corpus import bundled_splits
-
-    model, tokenizer = load_converted("shared_sentencepiece")
-    pairs = [pair for pair in bundled_splits()["train"]["translation"] if len(pair["en"]) < 60][:1500]
-    rows = [dict(tokenizer(pair["en"], text_target=pair["de"])) for pair in pairs]
-
-    def bleu():
-        inputs = tokenizer([pair["en"] for pair in pairs[:100]], padding=True, return_tensors="pt")
-        outputs = model.eval().generate(**inputs, num_beams=1, max_new_tokens=40, length_penalty=None)
-        texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        return sacrebleu.corpus_bleu(texts, [[pair["de"] for pair in pairs[:100]]]).score
-
-    before = bleu()
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=str(tmp_path),
-        num_train_epochs=2,
-        per_device_train_batch_size=25,
-        learning_rate=2e-3,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = Seq2SeqTrainer(
-        model, arguments, train_dataset=rows, data_collator=DataCollatorForSeq2Seq(tokenizer, model=model)
-    )
-    trainer.train()
-    assert bleu() > before + 1
-
-
 def assert_same(model, expected):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in expected.state_dict().items())

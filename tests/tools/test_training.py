@@ -33,7 +33,7 @@ def batch(size=4, sources=9, targets=7):
 def gradients(model, forward=None, **inputs):
     model.zero_grad()
     torch.manual_seed(3)  # dropout
-    loss = (forward or model)(**inputs).loss
+    loss = (model if forward is None else forward)(**inputs).loss
     loss.backward()
     return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
