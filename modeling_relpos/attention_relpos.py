@@ -149,7 +149,8 @@ def attention_by_rows(
         by_row = _times_table(query, key_table)
         scores = scores + (by_row if rows is None else place_rows(by_row, rows))
     weights = masked_softmax(scores, mask)
-    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    if dropout > 0:
+        weights = nn.functional.dropout(weights, p=dropout)
     output = weights.to(value.dtype) @ value
     if value_table is not None:
         # summed before the cast: thousands of far weights share one row
