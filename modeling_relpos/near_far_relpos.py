@@ -1,41 +1,40 @@
 """Self-attention with relative positions for long sequences on CPU, at the price of PyTorch's fused attention.
 
-Clipping makes most of the pairs ordinary. With k the clipping distance and a query at i,
+Clipping makes most pairs ordinary: with k the clipping distance, keys up to i - k all have row 0 of the tables for a query
+at i, and keys from i + k on all have row 2k. The sequence is cut into blocks of queries, and the keys of a block fall into
 
-- *behind*, keys up to i - k all have row 0 of the tables;
-- *ahead*, keys from i + k + 1 on all have row 2k;
-- *near*, the 2k keys in between have a row each.
+- its *window*, the keys from k before it to k after it, for which all pairs are computed, by skewing;
+- those *behind* the window, with row 0 throughout, and those *ahead* of it, with row 2k: attention as the fused kernel does
+  it. A constant may be added to all scores of a query, and weights sum to one. With row 0 as the reference its terms
+  vanish, so that the kernel gets keys and values as they are behind, and moved by the step from row 0 to row 2k ahead.
 
-A constant may be added to all scores of a query, and weights sum to one. With row 0 as the reference, its terms vanish
-behind, where attention is the plain fused kernel on the keys and values as they are; ahead, the kernel gets keys and
-values moved by the difference of rows 2k and 0; near is a band of 2k diagonals, computed in blocks of queries against
-windows of keys. Every part gives an output and its log-sum-exp, and they are merged as the shards of ring attention are.
-Backward, each part gets the merged output and log-sum-exp, which makes its gradients those of the whole softmax, and the
-band is computed again. Nothing of size n x n is stored.
+Every part gives an output and its log-sum-exp, and these are merged as the shards of ring attention are. Backward, each
+part gets the merged output and log-sum-exp, which makes its gradients those of the whole softmax, and windows are computed
+again. Nothing of size n x n is stored.
 
-Behind and ahead are triangles. They are cut into squares, and all squares at the same distance from the diagonal go
-through the kernel as if they were heads: it loses nothing to masked pairs except in the squares on the diagonal, and
-squares of this size fit into a core's cache better than the kernel's own choice for long sequences does.
+Behind and ahead, the keys are cut into strips as long as the blocks. All pairs of a block and a strip that lie equally far
+apart go through the kernel together, as if they were heads: squares of this size fit into a core's cache, for which the
+kernel's own choice for long sequences is too large.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .skewed_relpos import NEVER, empty_like_projections, split_table
+from .skewed_relpos import ByOffset, empty_like_projections, of_head, split_table, start_scores
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Side of the squares of the far field: the kernel took 4.3 ns per pair for 256 queries and keys, 4.8 for 2048, 8 for 128.
-SQUARE = 256
-# Queries of a block of the band, at least.
-BLOCK = 64
-# Numbers of [heads, n, dim] in work at a time, and queries of the band: what limits memory beside inputs and outputs.
+# Queries of a block, and keys of a strip: the kernel took 4.3 ns per pair for 256 of each, 4.8 for 2048, 8 for 128.
+BLOCK = 256
+# Numbers of [heads, n, dim] in work at a time, and bytes of the buffers for windows: beside inputs and outputs, these are
+# what memory goes into.
 CHUNK = 2**18
-BAND_QUERIES = 2**10
+WINDOW_BYTES = 2**22
 
 
 def near_far_attention(
@@ -83,20 +82,18 @@ def _for_kernel(states: torch.Tensor) -> torch.Tensor:
 
 
 class Part(NamedTuple):
-    """Pairs of the far field that go through the kernel together: blocks of queries, each with its block of keys.
+    """Pairs of blocks of queries with strips of keys that go through the kernel together.
 
     Attributes:
         ahead: The keys are ahead of the queries.
         queries, keys: Positions.
-        blocks: The number of blocks that both are cut into.
-        diagonal: Half of each block: behind, its query a sees its keys up to a; ahead, those from a on.
+        blocks: The number of blocks, and of strips, that these are cut into: the first with the first, and so on.
     """
 
     ahead: bool
     queries: slice
     keys: slice
     blocks: int
-    diagonal: bool
 
     def of_queries(self, states: torch.Tensor) -> torch.Tensor:
         """The part's queries in [heads, n, ...], as a view [heads, blocks, queries, ...]."""
@@ -106,156 +103,144 @@ class Part(NamedTuple):
         """The part's keys in [heads, n, ...], as a view [heads, blocks, keys, ...]."""
         return states[:, self.keys].unflatten(1, (self.blocks, -1))
 
-    def mask(self, like: torch.Tensor) -> dict[str, Any]:
-        """What the kernel is told of the pairs that are left out. No query is left without a key."""
-        if not (self.diagonal and self.ahead):
-            return {"is_causal": self.diagonal, "attn_mask": None}
-        side = (self.queries.stop - self.queries.start) // self.blocks
-        hidden = torch.ones(side, side, dtype=torch.bool).tril(-1)
-        return {"is_causal": False, "attn_mask": like.new_zeros(1, 1, side, side).masked_fill(hidden, -torch.inf)}
-
 
 def far_parts(n: int, span: tuple[int, int], reach: int, is_causal: bool) -> Iterator[Part]:
-    """The far field of the queries 0 to n - 1 over the keys of a span, every pair in exactly one part.
-
-    Behind, the query at `start + reach` sees the first key, and every further query one more, until there are no more.
-    Ahead is the mirror image, one offset farther off.
-    """
+    """What lies outside of the windows of the queries 0 to n - 1, over the keys of a span; every pair in one part."""
+    blocks = n // BLOCK
+    whole = blocks * BLOCK
     start, end = span
-    if start >= end:
+    # behind: strip s ends where the window of block s + 1 begins
+    full, cut = _strips(-reach, blocks, span)
+    for lag in range(1, blocks):
+        count = min(full.stop, blocks - lag) - full.start
+        if count > 0:
+            yield Part(False, _blocks(full.start + lag, count), _blocks(full.start, count, -reach), count)
+    for strip, keys in cut:
+        if (strip + 1) * BLOCK < whole:
+            yield Part(False, slice((strip + 1) * BLOCK, whole), keys, 1)
+    if whole < n and start < min(end, whole - reach):  # the last block, which is shorter
+        yield Part(False, slice(whole, n), slice(start, min(end, whole - reach)), 1)
+    if is_causal:
         return
-    if reach == 0 and not is_causal:  # a single row for all pairs
-        yield Part(False, slice(0, n), slice(start, end), 1, False)
-        return
-    shift = start + reach
-    for queries, keys, blocks, diagonal in _staircase(n - shift, min(end - start, n - shift)):
-        yield Part(False, _moved(queries, shift), _moved(keys, start), blocks, diagonal)
-    if not is_causal:
-        shift = end - reach - 1
-        for queries, keys, blocks, diagonal in _staircase(shift, min(end - start, shift)):
-            yield Part(True, _mirrored(queries, shift), _mirrored(keys, end), blocks, diagonal)
+    # ahead: strip s begins where the window of block s - 1 ends
+    full, cut = _strips(reach, blocks + 1, span)
+    for lag in range(1, blocks + 1):
+        first = max(full.start, lag)
+        count = full.stop - first
+        if count > 0:
+            yield Part(True, _blocks(first - lag, count), _blocks(first, count, reach), count)
+    for strip, keys in cut:
+        if strip:
+            yield Part(True, slice(0, strip * BLOCK), keys, 1)
 
 
-def _staircase(queries: int, keys: int) -> Iterator[tuple[slice, slice, int, bool]]:
-    """Squares for a field in which query a sees the keys 0 to a: queries, keys, blocks and whether on the diagonal."""
-    if keys <= 0:
-        return
-    squares = keys // SQUARE
-    whole = squares * SQUARE
-    for lag in range(squares):  # in squares from the diagonal
-        yield slice(lag * SQUARE, whole), slice(0, whole - lag * SQUARE), squares - lag, lag == 0
-    if whole and queries > whole:
-        yield slice(whole, queries), slice(0, whole), 1, False
-    if keys > whole:
-        yield slice(whole, keys), slice(whole, keys), 1, True
-    if queries > keys > whole:
-        yield slice(keys, queries), slice(whole, keys), 1, False
+def _blocks(first: int, count: int, shift: int = 0) -> slice:
+    return slice(first * BLOCK + shift, (first + count) * BLOCK + shift)
 
 
-def _moved(at: slice, by: int) -> slice:
-    return slice(at.start + by, at.stop + by)
+def _strips(shift: int, strips: int, span: tuple[int, int]) -> tuple[slice, list[tuple[int, slice]]]:
+    """Strips that lie in a span as a whole, and those of which it cuts off something: their numbers and what is left."""
+    start, end = span
+    full = slice(max(0, -(-(start - shift) // BLOCK)), max(0, min(strips, (end - shift) // BLOCK)))
+    cut = []
+    for strip in range(strips):
+        keys = slice(max(start, strip * BLOCK + shift), min(end, (strip + 1) * BLOCK + shift))
+        if keys.start < keys.stop and not full.start <= strip < full.stop:
+            cut.append((strip, keys))
+    return full, cut
 
 
-def _mirrored(at: slice, end: int) -> slice:
-    return slice(end - at.stop, end - at.start)
+class Windows:
+    """Blocks of queries of one head, each against the window of keys around it.
 
-
-class Band:
-    """The near field of some queries: blocks of them against windows of keys.
-
-    Below, `blocks` counts those of all heads together, and a window has `width` keys, of which a query sees `offsets`.
+    Below, [blocks, block, ...] are numbers of queries and [blocks, width, ...] those of keys.
     """
 
-    def __init__(self, queries: slice, n: int, span: tuple[int, int], reach: int, is_causal: bool, like: torch.Tensor):
-        self.at = queries
-        self.span = span
-        self.length = queries.stop - queries.start
-        self.nearest_start = 1 - reach  # the first offset
-        self.offsets = reach if is_causal else 2 * reach
-        self.block = max(BLOCK, -(-self.offsets // 16) * 16)
-        self.width = self.block + self.offsets
-        self.blocks_per_head = -(-self.length // self.block)
-        self.first_key = queries.start + self.nearest_start
-        self.keys = slice(max(self.first_key, 0), min(self.first_key + self._reached(), n))
-        self.like = like
+    def __init__(
+        self, blocks: int, block: int, n: int, span: tuple[int, int], reach: int, is_causal: bool, like: torch.Tensor
+    ):
+        """Room for a number of blocks at a time; `load` says which."""
+        self.n, self.span, self.reach, self.is_causal = n, span, reach, is_causal
+        self.blocks, self.block = blocks, block
+        self.width = reach + block + (0 if is_causal else reach)
+        self.scores = like.new_empty(blocks, block, self.width)
+        self.placing, self.summing = (
+            ByOffset(like, blocks, block, self.width, first=reach, reach=reach, is_causal=is_causal) for _ in range(2)
+        )
 
-    def _reached(self) -> int:
-        return self.blocks_per_head * self.block + self.offsets
+    def load(self, first: int) -> None:
+        """Turn to the block at position `first`, and those after it."""
+        self.first = first
+        self.queries = slice(first, min(first + self.blocks * self.block, self.n))
+        self.first_key = first - self.reach
+        self.reached = (self.blocks - 1) * self.block + self.width
+        self.keys = slice(max(self.first_key, 0), min(self.first_key + self.reached, self.n))
+        self.visible = self._visible()
 
-    def blocks(self, states: torch.Tensor) -> torch.Tensor:
-        """The band's queries in [heads, n, dim]: [blocks, block, dim], zeros where the last block has no more."""
-        heads, _, dim = states.shape
-        padded = self.like.new_zeros(heads, self.blocks_per_head * self.block, dim)
-        padded[:, : self.length] = states[:, self.at]
-        return padded.view(-1, self.block, dim)
+    def _visible(self) -> torch.Tensor | None:
+        """Which keys are seen, [blocks or 1, block or 1, width]; None for all."""
+        start, end = self.span
+        visible = None
+        if self.first_key < start or self.first_key + self.reached > end:
+            keys = self.first_key + self._windows(torch.arange(self.reached)[:, None]).transpose(1, 2)
+            visible = (keys >= start) & (keys < end)
+        if self.is_causal:
+            past = torch.ones(1, self.block, self.width, dtype=torch.bool).tril(self.reach)
+            visible = past if visible is None else visible & past
+        return visible
 
-    def unblock(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, block, dim] -> [heads, queries, dim]."""
-        return blocks.view(-1, self.blocks_per_head * self.block, blocks.shape[-1])[:, : self.length]
+    def of_queries(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, dim] -> [blocks, block, dim], zeros where the last block has no more queries."""
+        states = states[self.queries]
+        missing = self.blocks * self.block - len(states)
+        return nn.functional.pad(states, (0, 0, 0, missing)).to(self.scores.dtype).unflatten(0, (self.blocks, -1))
 
-    def windows(self, states: torch.Tensor) -> torch.Tensor:
-        """The keys or values that the blocks meet, in [heads, n, dim]: [blocks, width, dim], zeros where there are none."""
-        heads, _, dim = states.shape
-        padded = self.like.new_zeros(heads, self._reached(), dim)
-        padded[:, _moved(self.keys, -self.first_key)] = states[:, self.keys]
-        shape = heads, self.blocks_per_head, self.width, dim
-        return padded.as_strided(shape, (padded.stride(0), self.block * dim, dim, 1)).reshape(-1, self.width, dim)
+    def of_keys(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, dim] -> [blocks, width, dim], zeros where there are no keys. Windows overlap: a view, not to be written to."""
+        before = self.keys.start - self.first_key
+        after = self.reached - before - (self.keys.stop - self.keys.start)
+        return self._windows(nn.functional.pad(states[self.keys], (0, 0, before, after)).to(self.scores.dtype))
 
-    def add_windows(self, windows: torch.Tensor, total: torch.Tensor) -> None:
-        """Add [blocks, width, dim] to [heads, n, dim] where `windows` takes them from."""
-        heads, _, dim = total.shape
-        windows = windows.view(heads, self.blocks_per_head, self.width, dim)
-        # a window is a block and the first rows of the next one
-        padded = self.like.new_zeros(heads, self.blocks_per_head + 1, self.block, dim)
-        padded[:, :-1] = windows[:, :, : self.block]
-        padded[:, 1:, : self.offsets] += windows[:, :, self.block :]
-        total[:, self.keys] += padded.flatten(1, 2)[:, _moved(self.keys, -self.first_key)]
+    def _windows(self, keys: torch.Tensor) -> torch.Tensor:
+        row = keys.stride(0)
+        return keys.as_strided((self.blocks, self.width, keys.shape[1]), (self.block * row, row, 1))
 
-    def diagonals(self, dense: torch.Tensor) -> torch.Tensor:
-        """[blocks, block, width] by offset: a view [blocks, block, offsets]."""
-        strides = self.block * self.width, self.width + 1, 1
-        return dense.as_strided((len(dense), self.block, self.offsets), strides)
+    def set_queries(self, total: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Write [blocks, block, ...] to where `of_queries` takes them from, in [n, ...]."""
+        total[self.queries] = blocks.flatten(0, 1)[: self.queries.stop - self.queries.start]
 
-    def spread(self, band: torch.Tensor) -> torch.Tensor:
-        """[blocks, block, offsets] -> [blocks, block, width], zeros outside the band."""
-        dense = band.new_zeros(len(band), self.block, self.width)
-        self.diagonals(dense).copy_(band)
-        return dense
+    def add_keys(self, total: torch.Tensor, windows: torch.Tensor) -> None:
+        """Add [blocks, width, dim] to where `of_keys` takes them from, in [n, dim]."""
+        for number, window in enumerate(windows):
+            begin = self.first_key + number * self.block
+            at = slice(max(begin, 0), min(begin + self.width, self.n))
+            total[at] += window[at.start - begin : at.stop - begin]
 
-    def products(self, blocks: torch.Tensor, windows: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
-        """Of every query with its keys, each with its step added: [blocks, block, offsets]."""
-        by_key = self.diagonals(torch.bmm(blocks, windows.transpose(1, 2)))
-        if steps is None:
-            return by_key.contiguous()
-        by_step = torch.bmm(blocks.view(len(steps), -1, blocks.shape[-1]), steps.transpose(1, 2))
-        return by_step.view(by_key.shape).add_(by_key)
+    def scored(self, queries: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        """Products of queries with their keys, each with its step added: [blocks, block, width]."""
+        placed = None if steps is None else self.placing.place(queries.flatten(0, 1), steps)
+        return start_scores(self.scores, placed, self.visible).baddbmm_(queries, keys.transpose(1, 2))
 
-    def sums(self, weights: torch.Tensor, windows: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
-        """Of every query's values, each with its step added, by [blocks, block, offsets] weights: [blocks, block, dim]."""
-        total = torch.bmm(self.spread(weights), windows)
+    def summed(self, weights: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        """Sums of values by [blocks, block, width] weights, each with its step added: [blocks, block, dim]."""
+        total = torch.bmm(weights, keys)
         if steps is not None:
-            total.view(len(steps), -1, total.shape[-1]).baddbmm_(self.by_table(weights, steps), steps)
+            total.flatten(0, 1).addmm_(self.summing.sum(weights), steps)
         return total
 
-    def by_table(self, band: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """[blocks, block, ...] as [tables, queries, ...]."""
-        return band.view(len(steps), -1, band.shape[-1])
 
-    def hide(self, scores: torch.Tensor) -> torch.Tensor:
-        """Give [blocks, block, offsets] scores of keys outside the span the score of keys that may not be seen."""
-        start, end = self.span
-        if self.first_key >= start and self.first_key + self._reached() <= end:
-            return scores
-        queries = torch.arange(self.at.start, self.at.start + self.blocks_per_head * self.block)
-        keys = queries[:, None] + torch.arange(self.nearest_start, self.nearest_start + self.offsets)
-        scores.view(-1, *keys.shape).masked_fill_((keys < start) | (keys >= end), NEVER)
-        return scores
-
-
-def _bands(n: int, span: tuple[int, int], reach: int, is_causal: bool, like: torch.Tensor) -> Iterator[Band]:
-    if reach:
-        for start in range(0, n, BAND_QUERIES):
-            yield Band(slice(start, min(start + BAND_QUERIES, n)), n, span, reach, is_causal, like)
+def _windows(n: int, span: tuple[int, int], reach: int, is_causal: bool, like: torch.Tensor) -> Iterator[Windows]:
+    """All blocks of a sequence, some at a time."""
+    block = min(BLOCK, n)
+    total = -(-n // block)
+    at_a_time = max(1, min(total, WINDOW_BYTES // (like.element_size() * block * (5 * block + 8 * reach))))
+    windows = None
+    for first in range(0, total, at_a_time):
+        blocks = min(at_a_time, total - first)
+        if windows is None or blocks != windows.blocks:
+            windows = Windows(blocks, block, n, span, reach, is_causal, like)
+        windows.load(first * block)
+        yield windows
 
 
 def _pieces(query: torch.Tensor, spans: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, slice], tuple[int, int]]]:
@@ -296,9 +281,10 @@ class _NearFarAttention(torch.autograd.Function):
         for (sequence, heads), span in _pieces(query, spans):
             q, k, v = query[sequence, heads], key[sequence, heads], value[sequence, heads]
             k_steps, v_steps, first = (_of_heads(tables, heads) for tables in (key_steps, value_steps, farthest))
-            out, lse = like.new_zeros(q.shape), logsumexps[sequence, heads].fill_(NEVER)
-            for band in _bands(n, span, reach, is_causal, like):
-                _near(band, q, k, v, k_steps, v_steps, scaling, out, lse)
+            out, lse = like.new_empty(q.shape), logsumexps[sequence, heads]
+            for windows in _windows(n, span, reach, is_causal, like):
+                for h in range(len(q)):
+                    _near(windows, q[h], k[h], v[h], of_head(k_steps, h), of_head(v_steps, h), scaling, out[h], lse[h])
             k_ahead, v_ahead = (k, v) if is_causal else (_step_ahead(k, k_steps), _step_ahead(v, v_steps))
             for part in far_parts(n, span, reach, is_causal):
                 _merge(part, *_far(part, q, *((k_ahead, v_ahead) if part.ahead else (k, v)), scaling), out, lse)
@@ -329,12 +315,14 @@ class _NearFarAttention(torch.autograd.Function):
             d_k_steps, d_first, d_v_steps = (_of_heads(tables, heads) for tables in d_tables)
             if first is not None:
                 out = (out - first).to(q.dtype)
-                seeing = g[:, _blind(span, n, is_causal).stop :]
-                d_first += _sum_to(d_first, seeing)
-            dq, dk, dv = (like.new_zeros(q.shape) for _ in range(3))
+                d_first += _sum_to(d_first, g[:, _blind(span, n, is_causal).stop :])
             own = (out * g).sum(-1, keepdim=True, dtype=like.dtype)
-            for band in _bands(n, span, reach, is_causal, like):
-                _near_backward(band, q, k, v, g, own, lse, k_steps, v_steps, scaling, dq, dk, dv, d_k_steps, d_v_steps)
+            dq, dk, dv = like.new_empty(q.shape), like.new_zeros(q.shape), like.new_zeros(q.shape)
+            for windows in _windows(n, span, reach, is_causal, like):
+                for h in range(len(q)):
+                    states = q[h], k[h], v[h], g[h], own[h], lse[h, :, None]
+                    steps = (of_head(tables, h) for tables in (k_steps, v_steps, d_k_steps, d_v_steps))
+                    _near_backward(windows, *states, *steps, scaling, dq[h], dk[h], dv[h])
             k_ahead, v_ahead = (k, v) if is_causal else (_step_ahead(k, k_steps), _step_ahead(v, v_steps))
             for part in far_parts(n, span, reach, is_causal):
                 keys, values = (k_ahead, v_ahead) if part.ahead else (k, v)
@@ -351,32 +339,33 @@ class _NearFarAttention(torch.autograd.Function):
         return *d_states, *d_tables, *(None,) * 4
 
 
-def _near(band, q, k, v, k_steps, v_steps, scaling, out, lse) -> None:
-    """Set the band's rows of `out`, [heads, n, dim], and `lse`, [heads, n], to the attention of the near field alone."""
-    scores = band.hide(band.products(band.blocks(q).mul_(scaling), band.windows(k), k_steps))
-    total = scores.logsumexp(-1, keepdim=True)
-    weights = scores.sub_(total).exp_()
-    out[:, band.at] = band.unblock(band.sums(weights, band.windows(v), v_steps))
-    lse[:, band.at] = band.unblock(total)[..., 0]
+def _near(windows, q, k, v, k_steps, v_steps, scaling, out, lse) -> None:
+    """Set some queries of `out`, [n, dim], and `lse`, [n], to the attention to their windows alone."""
+    scores = windows.scored(windows.of_queries(q) * scaling, windows.of_keys(k), k_steps)
+    weights = scores.softmax(-1)
+    # a weight is exp(score - log-sum-exp), the largest one of the largest score
+    windows.set_queries(lse, scores.amax(-1) - weights.amax(-1).log())
+    windows.set_queries(out, windows.summed(weights, windows.of_keys(v), v_steps))
 
 
-def _near_backward(band, q, k, v, g, own, lse, k_steps, v_steps, scaling, dq, dk, dv, d_k_steps, d_v_steps) -> None:
-    """Set the band's rows of dq, and add to the other gradients, what comes from the near field."""
-    q, g, k, v = band.blocks(q).mul_(scaling), band.blocks(g), band.windows(k), band.windows(v)
-    weights = band.hide(band.products(q, k, k_steps)).sub_(band.blocks(lse[..., None])).exp_()
-    d_scores = band.products(g, v, v_steps).sub_(band.blocks(own)).mul_(weights)
-    dq[:, band.at] = band.unblock(band.sums(d_scores, k, k_steps)).mul_(scaling)
-    band.add_windows(torch.bmm(band.spread(d_scores).transpose(1, 2), q), dk)
-    band.add_windows(torch.bmm(band.spread(weights).transpose(1, 2), g), dv)
-    for d_steps, pairs, states in ((d_k_steps, d_scores, q), (d_v_steps, weights, g)):
-        if d_steps is not None:
-            d_steps.baddbmm_(band.by_table(pairs, d_steps).transpose(1, 2), band.by_table(states, d_steps))
+def _near_backward(windows, q, k, v, g, own, lse, k_steps, v_steps, d_k_steps, d_v_steps, scaling, dq, dk, dv) -> None:
+    """Set some queries of dq, and add to the other gradients, what comes from their windows."""
+    q, g, k, v = windows.of_queries(q) * scaling, windows.of_queries(g), windows.of_keys(k), windows.of_keys(v)
+    weights = windows.scored(q, k, k_steps).sub(windows.of_queries(lse)).exp_()
+    windows.add_keys(dv, torch.bmm(weights.transpose(1, 2), g))
+    if d_v_steps is not None:
+        d_v_steps.addmm_(windows.summing.sum(weights).t(), g.flatten(0, 1))
+    # where nothing is seen, a score is the large negative number once more, and its weight is zero
+    d_scores = windows.scored(g, v, v_steps).sub_(windows.of_queries(own)).mul_(weights)
+    windows.set_queries(dq, windows.summed(d_scores, k, k_steps).mul_(scaling))
+    windows.add_keys(dk, torch.bmm(d_scores.transpose(1, 2), q))
+    if d_k_steps is not None:
+        d_k_steps.addmm_(windows.summing.sum(d_scores).t(), q.flatten(0, 1))
 
 
 def _far(part, q, k, v, scaling) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of a part alone: [heads, blocks, queries, dim], and log-sum-exps [heads, blocks, queries]."""
-    states = part.of_queries(q), part.of_keys(k), part.of_keys(v)
-    return _FLASH(*states, 0.0, scale=scaling, **part.mask(q))
+    return _FLASH(part.of_queries(q), part.of_keys(k), part.of_keys(v), 0.0, False, scale=scaling)
 
 
 def _merge(part, part_out, part_lse, out, lse) -> None:
@@ -391,7 +380,7 @@ def _far_backward(part, g, q, k, v, out, lse, scaling) -> tuple[torch.Tensor, to
     the whole, the kernel's weights are those of the whole."""
     states = part.of_queries(g), part.of_queries(q), part.of_keys(k), part.of_keys(v)
     whole = part.of_queries(out), part.of_queries(lse)
-    return _FLASH_BACKWARD(*states, *whole, 0.0, scale=scaling, **part.mask(q))
+    return _FLASH_BACKWARD(*states, *whole, 0.0, False, scale=scaling)
 
 
 def _sum_to(tables: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

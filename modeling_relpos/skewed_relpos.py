@@ -100,33 +100,37 @@ def empty_like_projections(states: torch.Tensor) -> torch.Tensor:
     return states.new_empty(batch, n, heads, dim).transpose(1, 2)
 
 
-class _ByOffset:
-    """Room for one number per pair of [sequences, n, n], laid out by offset.
+class ByOffset:
+    """Room for one number per pair of [blocks, queries, keys], laid out by offset.
 
     Attributes:
-        by_key: [sequences, n, n].
-        band: [sequences * n, offsets], the same memory: offsets that have a step of their own. Those ahead of it count as
-            its last one, those behind it count for nothing.
+        by_key: [blocks, queries, keys].
+        band: [blocks * queries, offsets], the same memory: offsets that have a step of their own. Those ahead of it count
+            as its last one, those behind it count for nothing.
     """
 
-    def __init__(self, like: torch.Tensor, sequences: int, n: int, reach: int, is_causal: bool):
-        width = 2 * n - 1  # offset r stands in column r + n - 1
-        beyond = n if is_causal else n + reach  # the first column ahead of the band
-        memory = like.new_zeros(sequences * n, width)  # where no pair has the offset, zeros stay
-        self.by_key = memory.as_strided((sequences, n, n), (n * width, width - 1, 1), n - 1)
-        self.band = memory[:, n - reach : beyond]
+    def __init__(
+        self, like: torch.Tensor, blocks: int, queries: int, keys: int, *, first: int, reach: int, is_causal: bool
+    ):
+        """The first key stands `first` tokens before the first query; for the rest see `split_table`."""
+        width = queries + keys - 1
+        same = first + queries - 1  # offset r stands in column `same` + r
+        beyond = same + (0 if is_causal else reach) + 1
+        memory = like.new_zeros(blocks * queries, width)  # where no pair has the offset, zeros stay
+        self.by_key = memory.as_strided((blocks, queries, keys), (queries * width, width - 1, 1), queries - 1)
+        self.band = memory[:, same + 1 - reach : beyond]
         self.ahead = None if is_causal or beyond == width or not reach else memory[:, beyond:]
         self.ones = None if self.ahead is None else like.new_ones(width - beyond)
 
     def place(self, states: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Products of [sequences * n, dim] states with [offsets, dim] steps, by key: [sequences, n, n]."""
+        """Products of [blocks * queries, dim] with [offsets, dim] steps, by key: [blocks, queries, keys]."""
         torch.mm(states, steps.t(), out=self.band)
         if self.ahead is not None:
             self.ahead.copy_(self.band[:, -1:])
         return self.by_key
 
     def sum(self, pairs: torch.Tensor) -> torch.Tensor:
-        """[sequences, n, n] numbers summed by step: [sequences * n, offsets]."""
+        """[blocks, queries, keys] numbers summed by step: [blocks * queries, offsets]."""
         self.by_key.copy_(pairs)
         if self.ahead is not None:
             self.band[:, -1].addmv_(self.ahead, self.ones)
@@ -141,7 +145,9 @@ class _Buffers:
         self.scores = like.new_empty(sequences, n, n)
         self.states = like.new_empty(sequences, n, dim)
         # two, since each leaves numbers where the other relies on zeros
-        self.placing, self.summing = (_ByOffset(like, sequences, n, reach, is_causal) for _ in range(2))
+        self.placing, self.summing = (
+            ByOffset(like, sequences, n, n, first=0, reach=reach, is_causal=is_causal) for _ in range(2)
+        )
 
 
 def _pieces(query: torch.Tensor, reach: int, is_causal: bool) -> Iterator[tuple[tuple[slice, int], _Buffers]]:
@@ -188,7 +194,7 @@ class _SkewedAttention(torch.autograd.Function):
             q, k, v = query[at, head], key[at, head], value[at, head]
             steps = of_head(key_steps, head)
             placed = None if steps is None else buffers.placing.place(q.reshape(-1, dim), steps * scaling)
-            scores = _start_scores(buffers.scores, placed, _part(visible, at))
+            scores = start_scores(buffers.scores, placed, _part(visible, at))
             weights = scores.baddbmm_(q, k.transpose(1, 2), alpha=scaling).softmax(-1)
             if seeing is not None:
                 weights.mul_(_part(seeing, at))
@@ -248,7 +254,7 @@ class _SkewedAttention(torch.autograd.Function):
         return d_query, d_key, d_value, d_key_steps, d_farthest, d_value_steps, *(None,) * 5
 
 
-def _start_scores(scores: torch.Tensor, placed: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor:
+def start_scores(scores: torch.Tensor, placed: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor:
     """What the products of queries and keys are added to: the position terms, and `NEVER` where a query may not look."""
     if placed is None:
         return scores.zero_() if visible is None else scores.copy_(torch.where(visible, 0.0, NEVER))
