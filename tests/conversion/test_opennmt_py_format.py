@@ -263,5 +263,47 @@ class TestFaults:
             write()
 
 
+@pytest.mark.slow
+def test_two_epochs_of_trainer_make_it_better(load_converted, tmp_path):
+    """OpenNMT-py -> RelPos -> Seq2SeqTrainer. The fixture has seen each sentence of its corpus less than once."""
+    import sacrebleu
+    from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from relpos.training.corpus import bundled_splits
+
+    model, tokenizer = load_converted("shared_sentencepiece")
+    splits = bundled_splits()
+    train, held_out = (
+        [pair for pair in splits[name]["translation"] if 10 < len(pair["en"]) < 70] for name in ("train", "test")
+    )
+    train, held_out = train[:: len(train) // 3200], held_out[:200]
+    batches = [held_out[start : start + 50] for start in range(0, len(held_out), 50)]
+
+    def bleu():
+        texts = []
+        for batch in batches:
+            inputs = tokenizer([pair["en"] for pair in batch], padding=True, return_tensors="pt")
+            outputs = model.eval().generate(**inputs, num_beams=1, max_new_tokens=40, length_penalty=None)
+            texts += tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return sacrebleu.corpus_bleu(texts, [[pair["de"] for pair in held_out]]).score
+
+    before = bleu()
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path),
+        num_train_epochs=2,
+        per_device_train_batch_size=8,
+        learning_rate=2e-3,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    rows = [dict(tokenizer(pair["en"], text_target=pair["de"])) for pair in train]
+    collator = DataCollatorForSeq2Seq(tokenizer, model=model)
+    Seq2SeqTrainer(model, arguments, train_dataset=rows, data_collator=collator).train()
+    after = bleu()
+    assert after > before + 0.5, (before, after)
+
+
 def assert_same(model, expected):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in expected.state_dict().items())
