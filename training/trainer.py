@@ -5,10 +5,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, ProgressCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -67,6 +69,8 @@ class TranslationTrainer(Seq2SeqTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.args.label_smoothing_factor and self.compute_loss_func is None:
+            self.compute_loss_func = partial(smoothed_loss, smoothing=self.args.label_smoothing_factor)
         self._redirected_to: str | None = None
         for callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(callback)
@@ -140,6 +144,25 @@ class TranslationTrainer(Seq2SeqTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with _cache_in_config(self.accelerator.unwrap_model(self.model)):
             super()._save(output_dir, state_dict)
+
+
+def smoothed_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, *, smoothing: float
+) -> torch.Tensor:
+    """Cross-entropy with smoothed labels: what Trainer's own label smoother computes, in fewer passes over the logits.
+
+    Args:
+        outputs: The model's, with `logits`, [batch, targets, vocabulary].
+        labels: [batch, targets], -100 where nothing is to be learned.
+        num_items_in_batch: The number of labels that count in all batches of one update; this batch's by default.
+        smoothing: Share of the probability that is spread over the whole vocabulary.
+    """
+    logits = outputs["logits"].flatten(0, -2)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.flatten().to(logits.device)
+    count = labels.ne(-100).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    total = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    return total / count.to(logits.device).clamp(min=1)
 
 
 class TrainingLog(ProgressCallback):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, GenerationConfig
+from transformers.trainer_pt_utils import LabelSmoother
 
 import relpos.training.trainer as trainer_module
 from relpos.configuration import preset
@@ -16,6 +17,7 @@ from relpos.training.trainer import (
     TranslationTrainingArguments,
     save_model,
     set_generation_defaults,
+    smoothed_loss,
 )
 
 NOUNS = [("house", "Haus"), ("file", "Blatt"), ("window", "Fenster"), ("table", "Pult"), ("book", "Buch")]
@@ -109,6 +111,25 @@ def test_accumulation_gives_the_same_update(tmp_path, tokenizer, smoothing):
     start = torch.cat([parameter.detach().flatten() for parameter in model_of(tokenizer).double().parameters()])
     assert (updated[0] - start).abs().max() > 1e-3
     torch.testing.assert_close(updated[0], updated[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [None, 7, torch.tensor(7)])
+def test_the_smoothed_loss_is_trainers_own(count):
+    logits = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(11, (3, 5))
+    labels[:, 3:] = -100
+    losses = [
+        smoothed_loss({"logits": logits}, labels, count, smoothing=0.1),
+        LabelSmoother(epsilon=0.1)({"logits": logits}, labels, num_items_in_batch=count),
+    ]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits) for loss in losses))
+
+
+def test_the_smoothed_loss_of_nothing_to_learn_is_zero():
+    logits = torch.randn(1, 2, 11, requires_grad=True)
+    loss = smoothed_loss({"logits": logits}, torch.full((1, 2), -100), smoothing=0.1)
+    assert loss == 0 and not torch.autograd.grad(loss, logits)[0].any()
 
 
 def train_to(folder, tokenizer, **arguments):
