@@ -1,5 +1,6 @@
 """Seq2SeqTrainer with batches cut by tokens, the paper's optimizer settings, and saves that are whole or absent."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, ProgressCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerState
+from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
 from .batching import TokenBatchSampler, sequence_lengths
+from .checkpoints import flush_to_disk, whole_checkpoints
 
 _STAGING = ".saving"
+_LOSS_SINCE_LOG = "loss_since_log.json"
 
 
 @dataclass
@@ -33,6 +37,16 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
 
     max_tokens: int = field(
         default=4096, metadata={"help": "Tokens of a batch per side and device, with padding; replaces the batch size."}
+    )
+    tokens_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "max_tokens of all the batches of one update together: as many batches are accumulated as the number "
+            "of devices needs; replaces gradient_accumulation_steps."
+        },
+    )
+    average_last: int = field(
+        default=1, metadata={"help": "Checkpoints whose weights are averaged into the final model; 1: the last state."}
     )
     sort_window: int = field(
         default=100_000, metadata={"help": "Pairs that are sorted by length together; more of them need less padding."}
@@ -54,8 +68,23 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
         # Batches of a sampler differ in their number of pairs, so accelerate cannot make them even. Nor need it: the
         # sampler itself makes their number a multiple of the number of processes.
         self.accelerator_config.even_batches = False
+        if self.tokens_per_step is not None:
+            self._accumulate_to(self.tokens_per_step)
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # which PyTorch warns of where there is no accelerator
+
+    def _accumulate_to(self, tokens_per_step: int) -> None:
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"tokens_per_step={tokens_per_step} decides gradient_accumulation_steps, which must not be given as well."
+            )
+        at_once = self.max_tokens * self.world_size
+        if tokens_per_step < 1 or tokens_per_step % at_once:
+            raise ValueError(
+                f"tokens_per_step must be a multiple of max_tokens={self.max_tokens} on {self.world_size} "
+                f"device{'s' * (self.world_size > 1)}, that is of {at_once}, not {tokens_per_step}."
+            )
+        self.gradient_accumulation_steps = tokens_per_step // at_once
 
 
 class TranslationTrainer(Seq2SeqTrainer):
@@ -72,9 +101,40 @@ class TranslationTrainer(Seq2SeqTrainer):
         if self.args.label_smoothing_factor and self.compute_loss_func is None:
             self.compute_loss_func = partial(smoothed_loss, smoothing=self.args.label_smoothing_factor)
         self._redirected_to: str | None = None
+        self._resumed_from: str | None = None
         for callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(callback)
         self.add_callback(TrainingLog())
+        self.add_callback(_LossOfCheckpoint(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Trainer's own, but for a checkpoint of the last step, after which Trainer would take one step more.
+
+        Args:
+            resume_from_checkpoint: The folder of a checkpoint; True for the last whole one in `output_dir`.
+            kwargs: As for Trainer.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = next(map(str, reversed(whole_checkpoints(self.args.output_dir))), None)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"output_dir={self.args.output_dir} holds no whole checkpoint to go on from.")
+        if resume_from_checkpoint and not self.is_fsdp_enabled:
+            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            if self._is_finished(state):
+                self.state = state
+                if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                    self._load_best_model()
+                else:
+                    self._load_from_checkpoint(resume_from_checkpoint)
+                return TrainOutput(state.global_step, 0.0, {})
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _is_finished(self, state: TrainerState) -> bool:
+        control = state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+        stopped_early = control.get("should_training_stop", False) and state.global_step < state.max_steps
+        return stopped_early or state.global_step >= (
+            self.args.max_steps if self.args.max_steps > 0 else state.max_steps
+        )
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of `max_tokens` tokens per side, a share of them on each process."""
@@ -93,14 +153,20 @@ class TranslationTrainer(Seq2SeqTrainer):
 
     @cached_property
     def batch_sampler(self) -> TokenBatchSampler:
-        """The sampler of the training set, with the same plan on every process."""
+        """The sampler of the training set, with the same plan on every process.
+
+        The plan depends on the batches of an update, not on the number of processes that they are computed by, so that
+        one process and eight go through the same updates.
+        """
+        batches_per_step = self.args.world_size * self.args.gradient_accumulation_steps
+        enough = len(self.train_dataset) >= batches_per_step
         sampler = TokenBatchSampler(
             sequence_lengths(self.train_dataset, "input_ids"),
             sequence_lengths(self.train_dataset, "labels"),
             max_tokens=self.args.max_tokens,
             window=self.args.sort_window,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            multiple_of=self.args.world_size,
+            multiple_of=batches_per_step if enough else self.args.world_size,
         )
         self.add_callback(_EpochOfSampler(sampler))
         return sampler
@@ -124,12 +190,14 @@ class TranslationTrainer(Seq2SeqTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._redirected_to = None
+        self._save_loss_since_log(staging / name)
         self.accelerator.wait_for_everyone()
         best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         if self.state.best_global_step and (best.name == name or best.is_dir()):
             self.state.best_model_checkpoint = str(best)
         if self.args.should_save:
             self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+            flush_to_disk(staging / name)
             shutil.rmtree(run_dir / name, ignore_errors=True)
             os.replace(staging / name, run_dir / name)
             staging.rmdir()
@@ -140,6 +208,17 @@ class TranslationTrainer(Seq2SeqTrainer):
                 use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
+
+    def _save_loss_since_log(self, checkpoint: Path) -> None:
+        """Keep what the log is yet to say, so that its next line is the same after a restart."""
+        loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
+        if self.args.should_save:
+            content = json.dumps({"loss": loss, "since_step": self._globalstep_last_logged})
+            (checkpoint / _LOSS_SINCE_LOG).write_text(content)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._resumed_from = checkpoint
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with _cache_in_config(self.accelerator.unwrap_model(self.model)):
@@ -207,6 +286,21 @@ class _EpochOfSampler(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs) -> None:
         self.sampler.set_epoch(int(state.epoch or 0))
+
+
+class _LossOfCheckpoint(TrainerCallback):
+    """Goes on with the mean of losses that the log was in the middle of, which Trainer begins anew."""
+
+    def __init__(self, trainer: TranslationTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        checkpoint, self.trainer._resumed_from = self.trainer._resumed_from, None
+        file = Path(checkpoint or "", _LOSS_SINCE_LOG)
+        if checkpoint and file.is_file():
+            saved = json.loads(file.read_text())
+            self.trainer._tr_loss += saved["loss"]
+            self.trainer._globalstep_last_logged = saved["since_step"]
 
 
 def set_generation_defaults(model: PreTrainedModel, *, max_length: int = 512) -> None:
