@@ -1,0 +1,294 @@
+"""Recipes: the fields of a training run, read from a YAML file and the command line.
+
+Fields are those of `ModelArguments`, `DataArguments`, `TranslationTrainingArguments` (which are Transformers' own and a
+few more) and of `RelPosConfig`. A recipe can start from another one, `extends: NAME`, and leave fields to the command
+line, `FIELD: ???`.
+"""
+
+import difflib
+import json
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+import relpos
+from relpos.configuration import presets, recipe, recipes
+
+from .corpus import BUNDLED
+from .loading import check_folder
+from .trainer import TranslationTrainingArguments
+
+RECIPE_FILE = "recipe.yaml"
+"""Every field that was given is written into the run's folder under this name, as a recipe that repeats the run."""
+
+_MISSING = "???"
+
+# What says where, by what machine and how closely watched a run was, not what was trained.
+_OF_THIS_RUN = {
+    "output_dir",
+    "overwrite",
+    "resume_from_checkpoint",
+    "preprocessing_num_workers",
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_persistent_workers",
+    "dataloader_pin_memory",
+    "disable_tqdm",
+    "report_to",
+    "run_name",
+    "save_total_limit",
+}
+
+
+class RecipeError(ValueError):
+    """Fields that no training can start from; the message is one sentence that names the field."""
+
+
+@dataclass
+class ModelArguments:
+    """What is trained."""
+
+    model: str = field(
+        default="base", metadata={"help": "A preset to start from anew, or the folder of a saved model to fine-tune."}
+    )
+    vocab_size: int = field(
+        default=32768, metadata={"help": "Tokens of the vocabulary to train; special tokens and bytes are among them."}
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Folder of a tokenizer, or SentencePiece .model file, instead of training one."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """What it is trained on. Corpora are named as `relpos.training.corpus.parse_corpora` takes them."""
+
+    train_corpus: list[str] = field(
+        default_factory=lambda: [BUNDLED],
+        metadata={
+            "help": "Training corpora, each a path or name, or SOURCE-TARGET=NAME for another pair of languages; or the "
+            "two plain files of one."
+        },
+    )
+    validation_corpus: list[str] | None = field(
+        default=None, metadata={"help": "Validation corpora; the bundled corpus brings its own."}
+    )
+    source_lang: str = field(default="en", metadata={"help": "Source language, as the corpus names it."})
+    target_lang: str = field(default="de", metadata={"help": "Target language, as the corpus names it."})
+    sampling_temperature: float = field(
+        default=1.0,
+        metadata={
+            "help": "Pairs of languages are drawn in proportion to (their size)^(1/temperature); above 1, those with "
+            "less text are repeated."
+        },
+    )
+    max_length: int = field(
+        default=1024, metadata={"help": "Training pairs with more tokens on a side are left out and counted."}
+    )
+    max_ratio: float | None = field(
+        default=None,
+        metadata={"help": "Training pairs with so many times more tokens on one side than on the other are left out."},
+    )
+    drop_duplicates: bool = field(
+        default=False, metadata={"help": "Leave out training pairs that were there before, both sides the same."}
+    )
+    subword_sentences: int = field(
+        default=1_000_000, metadata={"help": "Pairs at most, evenly spaced, that the vocabulary is trained on."}
+    )
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    overwrite: bool = field(
+        default=False,
+        metadata={
+            "help": "Remove what an earlier run left in output_dir and start anew. Without, an unfinished run of the "
+            "same recipe goes on from its last checkpoint."
+        },
+    )
+
+
+@dataclass
+class Run:
+    """Everything that a training is given."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: TranslationTrainingArguments
+    overrides: dict[str, Any]
+    """Fields of `RelPosConfig` that differ from the preset or from the saved model."""
+    given: dict[str, Any]
+    """All fields that were given, by name."""
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        """Source and target, where a corpus does not say otherwise."""
+        return self.data.source_lang, self.data.target_lang
+
+    @property
+    def repeatable(self) -> dict[str, Any]:
+        """The fields that were given and that decide what is trained."""
+        return {name: value for name, value in self.given.items() if name not in _OF_THIS_RUN}
+
+
+def parse_arguments(argv: Sequence[str]) -> Run:
+    """Read a recipe, if the first argument is one, and the command line over it.
+
+    Raises:
+        RecipeError: Names the field, and the nearest that there is.
+    """
+    parser = _Parser(
+        (ModelArguments, DataArguments, TranslationTrainingArguments),
+        prog="relpos train",
+        usage="relpos train [RECIPE] [--FIELD VALUE ...]",
+        description=f"Recipes: {', '.join(recipes())}, or a YAML file. Presets: {', '.join(presets())}.",
+        allow_abbrev=False,
+    )
+    for name in _config_fields():
+        parser.add_argument(f"--{name}", type=yaml.safe_load, default=SUPPRESS, help="Field of RelPosConfig.")
+    argv = list(argv)
+    if argv and not argv[0].startswith("-"):
+        argv = _as_arguments(_read_recipe(argv[0], parser.names()), overridden=_given(argv[1:])) + argv[1:]
+    try:
+        *groups, rest = parser.parse_args_into_dataclasses(
+            argv, return_remaining_strings=True, look_for_args_file=False
+        )
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        raise RecipeError(" ".join(str(error).split())) from error
+    if rest:
+        if not rest[0].startswith("--"):
+            raise RecipeError(f"The value {rest[0]} belongs to no field, or is one too many for a field of one value.")
+        raise RecipeError(_unknown(rest[0].removeprefix("--").partition("=")[0], parser.names()))
+    overrides = vars(groups.pop()) if len(groups) > 3 else {}
+    run = Run(*groups, overrides=overrides, given=_given(argv))
+    _check(run)
+    return run
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> None:
+        raise RecipeError(f"{message[0].upper()}{message[1:]}.")
+
+    def names(self) -> list[str]:
+        """Names of all fields, as a recipe writes them."""
+        return [
+            option[2:] for option in self._option_string_actions if option.startswith("--") and "-" not in option[2:]
+        ]
+
+
+def _config_fields() -> list[str]:
+    """Fields of RelPosConfig that a recipe can set: its own, but for those that the tokenizer or Trainer decides."""
+    own = set(relpos.RelPosConfig.__annotations__)
+    decided = {"vocab_size", "decoder_vocab_size", "use_cache", "is_encoder_decoder"}
+    return sorted(own - decided - {name for name in own if name.endswith("_token_id")})
+
+
+def _read_recipe(name: str, known: list[str], *, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The fields of a recipe and, before them, those of the recipe that it extends."""
+    path = Path(name)
+    if not path.is_file():
+        if name not in recipes():
+            raise RecipeError(f"There is no recipe {name}: neither a file nor one of {', '.join(recipes())}.")
+        path = recipe(name)
+    if path in extended_by:
+        raise RecipeError(f"The recipe {path} extends itself.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The recipe {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"The recipe {path} must be a list of fields, such as `max_steps: 1000`.")
+    extends = content.pop("extends", None)
+    for key in content:
+        if key not in known:
+            raise RecipeError(f"The recipe {path}: {_unknown(str(key), known)}")
+    if extends is None:
+        return content
+    return {**_read_recipe(str(extends), known, extended_by=(*extended_by, path)), **content}
+
+
+def _as_arguments(fields: dict[str, Any], *, overridden: dict[str, Any]) -> list[str]:
+    """The fields of a recipe, written as on the command line."""
+    arguments = []
+    for key, value in fields.items():
+        if key in overridden:
+            continue
+        if value == _MISSING:
+            raise RecipeError(f"{key} must be given: the recipe leaves it to you, as --{key}.")
+        if value is not None or key in _config_fields():
+            values = value if isinstance(value, list) else [value]
+            arguments += [f"--{key}", *(part if isinstance(part, str) else json.dumps(part) for part in values)]
+    return arguments
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see relpos train --help."
+    return f"There is no field {name}; {hint}"
+
+
+def _given(argv: Sequence[str]) -> dict[str, Any]:
+    """The fields on a command line with their values, the last one of each."""
+    given: dict[str, list] = {}
+    current: list = []
+    for argument in argv:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            current = given[name.replace("-", "_")] = [_value(value)] if equals else []
+        else:
+            current.append(_value(argument))
+    return {name: values[0] if len(values) == 1 else values or True for name, values in given.items()}
+
+
+def _value(text: str) -> Any:
+    """A value of the command line: a number, true, false or null, and text otherwise (YAML would read "no" as false)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _check(run: Run) -> None:
+    data, args = run.data, run.training
+    if "output_dir" not in run.given:
+        raise RecipeError("output_dir must be given: the folder that the model is written to.")
+    if data.source_lang == data.target_lang:
+        raise RecipeError(f"source_lang and target_lang must differ, but both are {data.source_lang}.")
+    for name, value in {
+        "max_length": data.max_length,
+        "subword_sentences": data.subword_sentences,
+        "sampling_temperature": data.sampling_temperature,
+        "max_ratio": 1 if data.max_ratio is None else data.max_ratio,
+        "max_tokens": args.max_tokens,
+        "sort_window": args.sort_window,
+        "average_last": args.average_last,
+    }.items():
+        if value < 1:
+            raise RecipeError(f"{name} must be at least 1, not {value}.")
+    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+        raise RecipeError(f"max_steps must be at least 1, or num_train_epochs above 0, not {args.max_steps}.")
+    if not 0 <= args.label_smoothing_factor < 1:
+        raise RecipeError(f"label_smoothing_factor must be at least 0 and below 1, not {args.label_smoothing_factor}.")
+    _check_averaging(args)
+    if run.model.model not in presets():
+        if not Path(run.model.model).exists() and "/" not in run.model.model:
+            raise RecipeError(
+                f"There is no model {run.model.model}: neither a folder nor one of {', '.join(presets())}."
+            )
+        check_folder(run.model.model)
+
+
+def _check_averaging(args: TranslationTrainingArguments) -> None:
+    if args.average_last == 1:
+        return
+    if args.save_strategy == "no":
+        raise RecipeError(f"average_last={args.average_last} needs checkpoints, but save_strategy is no.")
+    if args.save_total_limit is not None and args.save_total_limit < args.average_last:
+        raise RecipeError(
+            f"save_total_limit must be at least average_last={args.average_last}, so that the checkpoints to average "
+            f"are kept, not {args.save_total_limit}."
+        )
+    if args.load_best_model_at_end:
+        raise RecipeError("average_last and load_best_model_at_end are two choices of the final model; give one.")
