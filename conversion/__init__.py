@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relpos import RelPosConfig
     from relpos.training.loading import LoadedModel
 
     from .converter import Converter
@@ -106,6 +107,17 @@ def export(model: str | Path, out: str | Path, *, toolkit: str, force: bool = Fa
     return _call(export_function, Path(model), Path(out), toolkit=toolkit, options={**options, "force": force})
 
 
+def obstacles(config: "RelPosConfig", *, toolkit: str) -> list[str]:
+    """Options of a RelPos model that a toolkit does not have; where there are none, `export` writes it.
+
+    Raises:
+        ConversionError: Unknown toolkit.
+    """
+    _find(toolkit, _TARGETS, "export to")
+    # Argos packages hold CTranslate2 models
+    return import_module(".ctranslate2_format", __name__).inexpressible(config)
+
+
 def load_engine(folder: str | Path, *, engine: str) -> "LoadedModel":
     """Open an export for translating with the toolkit's own engine.
 
@@ -141,4 +153,4 @@ def _call(function: Any, *arguments: Path, toolkit: str, options: dict[str, Any]
     return function(*arguments, **given)
 
 
-__all__ = ["convert", "export", "load_engine", "open_source", "sources", "targets"]
+__all__ = ["convert", "export", "load_engine", "obstacles", "open_source", "sources", "targets"]

@@ -483,7 +483,7 @@ def write_ctranslate2(
     if quantization not in model_spec.ACCEPTED_MODEL_TYPES:
         known = ", ".join(model_spec.ACCEPTED_MODEL_TYPES)
         raise ConversionError(f"There is no quantization {quantization!r}; there are {known}.")
-    refuse(_inexpressible(model.config), "The model")
+    refuse(inexpressible(model.config), "The model")
     spec = _build_spec(model, tokenizer)
     spec.validate()
     spec.optimize(quantization=quantization)
@@ -510,7 +510,7 @@ def import_ctranslate2() -> Any:
     return ctranslate2
 
 
-def _inexpressible(config: RelPosConfig) -> list[str]:
+def inexpressible(config: RelPosConfig) -> list[str]:
     """Options of a RelPos model that CTranslate2 does not have."""
     found = []
     if config.max_relative_position is None:
