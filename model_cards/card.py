@@ -1,5 +1,12 @@
-"""Writes the card of a saved model: README.md with the metadata that the Hub reads."""
+"""Writes the card of a saved model: README.md with the metadata that the Hub reads.
 
+What a card says beyond the configuration are facts, which different commands know: training its settings, evaluation the
+scores, a push the name. They are kept beside the card in card.json, so that each adds its own and the card is rendered
+anew from all of them. A card that somebody edited is never written over.
+"""
+
+import hashlib
+import json
 import os
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +16,15 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig
 
+from relpos import conversion
+from relpos.configuration import preset
+
 from .inspection import count_parameters, describe_positions
+
+CARD = "README.md"
+FACTS_FILE = "card.json"
+PICTURE = "positions.png"
+"""What the heads learned about distance; shown where the folder has it."""
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 # What a card can say beyond what the saved folder knows. None of it is needed, and none of it is made up.
@@ -38,47 +53,114 @@ class CardError(ValueError):
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> Path:
-    """Write README.md of a saved model from its configuration and the facts that are given.
+    """Add facts to those that the folder keeps, and write README.md of the saved model from all of them.
 
     Args:
         folder: a saved RelPos model.
-        facts: what the folder does not know, see FACTS; whatever is missing or None is left out of the card.
+        facts: what the configuration does not know, see FACTS; what is missing or None stays as it was, and what nobody
+            has said is left out of the card.
 
     Returns:
-        The path of README.md, which is written whole or not at all.
+        The path of README.md, which is written whole or not at all. Where it was edited by hand it stays as it is, and
+        only card.json takes the facts.
 
     Raises:
-        CardError: the folder holds no model, or a fact has a name that cards do not know.
+        CardError: the folder holds no model, card.json is damaged, or a fact has a name that cards do not know.
     """
     folder = Path(folder)
-    card = render_card(folder, facts)
-    path = folder / "README.md"
-    partial = folder / "README.md.partial"
-    partial.write_text(card.content.rstrip() + "\n", encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    facts = {**read_facts(folder), **_check_facts(facts)}
+    content = render_card(folder, facts).content.rstrip() + "\n"
+    rendered = not is_edited(folder)
+    record = {"facts": facts}
+    record["rendered"] = _digest(content.encode()) if rendered else _read_record(folder).get("rendered")
+    if rendered:
+        _write(folder / CARD, content)
+    _write(folder / FACTS_FILE, json.dumps(record, ensure_ascii=False, indent=2) + "\n")
+    return folder / CARD
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The facts that `write_card` kept in the folder; none where it has no card.json."""
+    return _read_record(folder).get("facts", {})
+
+
+def is_edited(folder: Path) -> bool:
+    """Whether README.md is there and is not what `write_card` wrote last."""
+    card = Path(folder) / CARD
+    return card.is_file() and _digest(card.read_bytes()) != _read_record(folder).get("rendered")
+
+
+def missing_facts(folder: Path) -> list[str]:
+    """What a reader would look for and the card leaves out, with how to add it."""
+    facts, config = read_facts(folder), AutoConfig.from_pretrained(folder)
+    missing = []
+    if "license" not in facts:
+        missing.append("the licence (--license, such as apache-2.0)")
+    if not facts.get("results"):
+        missing.append(f"scores (relpos evaluate {folder})")
+    if not (facts.get("source_language") or getattr(config, "source_language", None)):
+        missing.append(f"languages (source_language and target_language in {FACTS_FILE})")
+    return missing
 
 
 def render_card(folder: Path, facts: dict[str, Any]) -> ModelCard:
-    """The card of `write_card`, not yet written."""
-    facts = _check_facts(facts)
+    """The card of a saved folder, not yet written; see `write_card`."""
+    folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise CardError(f"The folder {folder} holds no config.json, so there is no model to write a card for.")
     config = AutoConfig.from_pretrained(folder)
-    facts.setdefault("name", folder.resolve().name)
+    languages = {side: getattr(config, side, None) for side in ("source_language", "target_language")}
+    facts = {"name": folder.resolve().name, **languages, **_check_facts(facts)}
+    return _render(
+        config,
+        facts,
+        generation=_generation_settings(folder),
+        own_tokenizer=any(folder.glob("tokenization_*.py")),
+        picture=PICTURE if (folder / PICTURE).is_file() else None,
+    )
+
+
+def render_preset_card(name: str) -> ModelCard:
+    """The card of a preset: a model that nobody has trained yet."""
+    return _render(preset(name), {"name": name}, preset=name)
+
+
+def _render(config: Any, facts: dict[str, Any], **context: Any) -> ModelCard:
+    facts = _check_facts(facts)
     with torch.device("meta"):
         parameters = count_parameters(AutoModelForSeq2SeqLM.from_config(config))
     return ModelCard.from_template(
         _metadata(facts),
         template_path=str(TEMPLATE),
         config=config,
-        generation=_generation_settings(folder),
-        own_tokenizer=(folder / "tokenization_relpos.py").is_file(),
         parameters=parameters,
         positions=describe_positions(config),
         limits=_limits(config, facts),
+        exportable=config.model_type == "relpos" and not conversion.obstacles(config, toolkit="ctranslate2"),
         facts=facts,
+        **context,
     )
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    path = Path(folder) / FACTS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {**record, "facts": _check_facts(record["facts"])}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CardError(f"The facts of the card in {path} cannot be read: {error}") from error
+
+
+def _write(path: Path, content: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(content, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _check_facts(facts: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +203,16 @@ def _metadata_scores(facts: dict[str, Any]) -> list[EvalResult]:
             dataset_type=facts.get("dataset") or corpus,
             dataset_name=corpus,
             metric_type=score["metric"].lower().removesuffix("2"),
-            metric_name=f"{score['metric']} (beam {result['beams']}; {score['signature']})",
+            metric_name=f"{score['metric']}, beam {result['beams']}",
             metric_value=round(score["score"], 2),
+            metric_args={
+                "signature": score["signature"],
+                "beams": result["beams"],
+                "confidence_interval_95": [
+                    round(score["score"] - score["confidence"], 2),
+                    round(score["score"] + score["confidence"], 2),
+                ],
+            },
         )
         for score in result["scores"]
     ]
@@ -136,6 +226,14 @@ def _limits(config: Any, facts: dict[str, Any]) -> list[str]:
             f"The longest source in training had {trained_on:,} tokens. Longer ones are translated whole, but how well "
             "was not measured."
         )
+    if getattr(config, "absolute_position", None) == "learned":
+        limits.append(f"Sources and translations of more than {config.max_position_embeddings:,} tokens are refused.")
+    for result in facts.get("results", []):
+        if result.get("cut_off"):
+            limits.append(
+                f"With a beam of {result['beams']}, {result['cut_off']:,} of {result['pairs']:,} translations of the test "
+                "were cut off at the limit on new tokens."
+            )
     given = facts.get("limits", [])
     return limits + ([given] if isinstance(given, str) else list(given))
 
