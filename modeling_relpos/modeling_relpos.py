@@ -587,7 +587,7 @@ class RelPosDecoder(RelPosStack):
         query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
         key_positions = torch.arange(keys, device=hidden_states.device)
         mask = rows = padding = None
-        new_tokens = isinstance(past, int) and past == 0 and keys == len(query_positions)
+        new_tokens = isinstance(past, int) and past == 0 and keys == hidden_states.shape[1]
         if new_tokens and self.attends_to_itself(hidden_states, attention_mask, kwargs):
             padding = Padding.of(attention_mask)
         else:
@@ -595,7 +595,7 @@ class RelPosDecoder(RelPosStack):
                 config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, cache=own_cache
             )
             rows = self.rows(query_positions, key_positions)
-            if mask is None and len(query_positions) > 1 and (rows is not None or wants_weights(self.config, kwargs)):
+            if mask is None and hidden_states.shape[1] > 1 and (rows is not None or wants_weights(self.config, kwargs)):
                 # the library left it to the fused kernel: a query sees what is not ahead of it
                 mask = key_positions <= query_positions[:, None]
         encoder_mask = create_bidirectional_mask(
