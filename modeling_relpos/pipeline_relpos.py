@@ -19,6 +19,7 @@ logger = logging.get_logger(__name__)
 _TASK = "translation"
 _GENERATION_PARAMETERS = vars(GenerationConfig()).keys()
 _LENGTH_LIMITS = {"max_length", "max_new_tokens"}
+_TAG = re.compile(r">>(.+)<<")
 
 
 def register_translation() -> None:
@@ -66,6 +67,16 @@ def _language_pair(task: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def language_tags(tokenizer: Any) -> dict[str, int]:
+    """Target languages that a tokenizer has tag tokens for, `>>de<<` at the start of a source, with the tokens' ids.
+
+    So mark Marian and RelPos models of several target languages what to translate into; other tokenizers have none.
+    """
+    tokens = {*tokenizer.get_added_vocab(), *getattr(tokenizer, "supported_language_codes", ())}
+    found = sorted(match for match in map(_TAG.fullmatch, tokens) if match)
+    return {match[1]: tokenizer.convert_tokens_to_ids(match[0]) for match in found}
+
+
 class TranslationPipeline(Pipeline):
     """Translate text with any encoder-decoder model that reads and writes text.
 
@@ -73,8 +84,8 @@ class TranslationPipeline(Pipeline):
 
     Languages are named by `src_lang=` and `tgt_lang=`, here or in a call, or by the task's name
     (`translation_en_to_de`), in the codes of the model's tokenizer. Models of many languages (mBART, NLLB, M2M100) need
-    both; a T5 takes its prefix and its settings for the pair from its config (`task_specific_params`); a model of one
-    pair needs neither.
+    both; a model whose sources begin with a tag for the target's language (RelPos, Marian) needs `tgt_lang`; a T5 takes
+    its prefix and its settings for the pair from its config (`task_specific_params`); a model of one pair needs neither.
 
     Generation parameters (`num_beams`, `max_new_tokens`, ...) are those of `generate`, here or in a call. Where neither
     the user nor the model's generation config limits the length, a translation has at most 2 n + 50 tokens for the n
@@ -120,6 +131,7 @@ class TranslationPipeline(Pipeline):
             )
         if self.tokenizer is None:
             raise ValueError("`tokenizer` is None, and translation needs the tokenizer of the model.")
+        self._tags = language_tags(self.tokenizer)
         for name, language in zip(("src_lang", "tgt_lang"), _language_pair(self.task) or ()):
             if name not in self._preprocess_params:
                 self._check_language(name, language)
@@ -197,6 +209,9 @@ class TranslationPipeline(Pipeline):
 
     def _check_language(self, name: str, language: str) -> None:
         """Refuse a code that the tokenizer does not have: most of them would read it as the unknown token."""
+        tags = language_tags(self.tokenizer)
+        if tags and name == "tgt_lang" and language not in tags:
+            raise ValueError(f"`{name}` is {language!r}, which this model has no tag for; it knows {list(tags)}.")
         if not hasattr(self.tokenizer, "_build_translation_inputs"):
             return
         tokens = {*getattr(self.tokenizer, "lang_code_to_id", ()), *self.tokenizer.get_added_vocab()}
@@ -242,6 +257,8 @@ class TranslationPipeline(Pipeline):
         else:
             inputs = self.tokenizer(text, **options)
         inputs.pop("token_type_ids", None)  # `generate` refuses what the model does not take
+        if self._tags:
+            self._tag(inputs, tgt_lang)
         if inputs["input_ids"].shape[1] == 0:
             inputs.update(self._end_of_sequence())
         length = inputs["input_ids"].shape[1]
@@ -251,6 +268,16 @@ class TranslationPipeline(Pipeline):
                 "`truncation=True` to drop its end."
             )
         return inputs
+
+    def _tag(self, inputs: dict[str, torch.Tensor], tgt_lang: str | None) -> None:
+        """Put the tag of the target language before a source, [1, length], that has none."""
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        if ids.shape[1] and ids[0, 0].item() in self._tags.values():
+            return
+        if tgt_lang is None:
+            raise ValueError(f"`tgt_lang` must say which language to translate into; this model knows {[*self._tags]}.")
+        inputs["input_ids"] = torch.cat([ids.new_tensor([[self._tags[tgt_lang]]]), ids], dim=1)
+        inputs["attention_mask"] = torch.cat([mask.new_ones(1, 1), mask], dim=1)
 
     def _end_of_sequence(self) -> dict[str, torch.Tensor]:
         """What an empty text is where the tokenizer adds no token of its own: models cannot read no token at all."""
@@ -380,4 +407,4 @@ def _position_limit(coder: nn.Module) -> int | None:
     return table.num_embeddings - getattr(table, "offset", 0) if isinstance(table, nn.Embedding) else None
 
 
-__all__ = ["TranslationPipeline", "register_translation"]
+__all__ = ["TranslationPipeline", "language_tags", "register_translation"]

@@ -26,7 +26,7 @@ _NOT_COPIED = (
     "*.pt",
     "*.pth",
     "trainer_state.json",
-    "loss_since_log.json",
+    "run_state.json",
     "recipe.yaml",
     "README.md",
     ".*",

@@ -9,6 +9,7 @@ file and the line, never skipped.
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import datasets
 from datasets import Dataset, DatasetDict, Features, Translation
+
+from .tmx import TMXError, read_tmx
 
 BUNDLED = "libreoffice-help"
 """Name under which the bundled English-German corpus is read instead of a file."""
@@ -32,8 +35,40 @@ _VALIDATION_SIZE = 500
 _SPARE = 1.5
 
 
+_ONE_FILE = (".tsv", ".json", ".jsonl", ".tmx")
+_WITH_LANGUAGES = re.compile(r"([A-Za-z]\w*)-([A-Za-z]\w*)=(.+)")
+
+
 class CorpusError(ValueError):
     """A corpus that cannot be read as it stands; the message is one sentence that names the file and the line."""
+
+
+def parse_corpora(
+    names: Sequence[str], *, languages: tuple[str, str]
+) -> list[tuple[tuple[str, str], str | tuple[str, str]]]:
+    """Corpora as a recipe names them, each with its languages and what `read_corpus` takes.
+
+    Args:
+        names: A corpus each; before its name it can have its own pair of languages, as in `en-fr=corpus.tsv`. Or the
+            two plain text files of one corpus, source first.
+        languages: Source and target language of those that do not say.
+
+    Raises:
+        CorpusError: The two languages of a corpus are the same.
+    """
+    if len(names) == 2 and all(_is_plain(name, languages) for name in names):
+        return [(languages, tuple(names))]
+    corpora = []
+    for name in names:
+        match = _WITH_LANGUAGES.fullmatch(name)
+        corpora.append(((match[1], match[2]), match[3]) if match else (languages, name))
+        _check_languages(corpora[-1][0])
+    return corpora
+
+
+def _is_plain(name: str, languages: tuple[str, str]) -> bool:
+    suffix = _suffix(Path(name))
+    return suffix not in _ONE_FILE and (Path(name).is_file() or suffix[1:] in languages)
 
 
 def read_corpus(
@@ -46,6 +81,7 @@ def read_corpus(
 
             - a table, `.tsv` or `.tsv.gz`: source, tab, target; further columns are ignored;
             - JSON lines, `.json`, `.jsonl` or either with `.gz`: `{"translation": {"en": ..., "de": ...}}`;
+            - a translation memory, `.tmx` or `.tmx.gz`;
             - two plain text files of equal line counts, source first, as a sequence of two paths, or one path
               without the languages where `path.en` and `path.de` exist (or both with `.gz`);
             - the name or folder of a dataset that `datasets.load_dataset` takes, with a column `translation` or one
@@ -55,7 +91,8 @@ def read_corpus(
         split: The split of a dataset that is loaded by name; files have only one.
 
     Returns:
-        Rows `{"translation": {source_language: str, target_language: str}}`, one per line, in the order of the file.
+        Rows `{"translation": {source_language: str, target_language: str}}`, one per line, or per unit of a translation
+        memory that has both languages, in the order of the file.
 
     Raises:
         CorpusError: Missing, empty, truncated or undecodable file, unequal line counts, or a malformed line.
@@ -77,13 +114,15 @@ def read_corpus(
         return _from_lines(_table_lines, [_existing(path)], languages)
     if _suffix(path) in (".json", ".jsonl"):
         return _from_lines(_json_lines, [_existing(path)], languages)
+    if _suffix(path) == ".tmx":
+        return _from_lines(_tmx_units, [_existing(path)], languages)
     for ending in ("", ".gz"):
         pair = [Path(f"{name}.{language}{ending}") for language in languages]
         if all(file.is_file() for file in pair):
             return _from_lines(_parallel_lines, pair, languages)
     if path.is_file():
         raise CorpusError(
-            f"{path} is no kind of corpus that is known by its ending: .tsv, .json and .jsonl (each also .gz) hold "
+            f"{path} is no kind of corpus that is known by its ending: .tsv, .json, .jsonl and .tmx (each also .gz) hold "
             "both languages, plain text comes as two files."
         )
     return _from_dataset(name, languages, split)
@@ -175,14 +214,6 @@ def twin_key(text: str) -> str:
     return "".join(filter(str.isalpha, text.lower()))
 
 
-def drop_empty_pairs(corpus: Dataset) -> Dataset:
-    """The pairs that have text on both sides: a pair with an empty side teaches a model to say nothing."""
-    keep = [
-        row for row, pair in enumerate(corpus["translation"][:]) if all((text or "").strip() for text in pair.values())
-    ]
-    return corpus if len(keep) == len(corpus) else corpus.select(keep)
-
-
 def _bundled_file():
     return resources.files("relpos.training") / "corpora" / "libreoffice-help.en-de.tsv.gz"
 
@@ -267,6 +298,17 @@ def _parallel_lines(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
         raise CorpusError(
             f"{paths[0]} has {counts[0]:,} lines but {paths[1]} has {counts[1]:,}; they must be equal in number."
         )
+
+
+def _tmx_units(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
+    path = files[0][0]
+    try:
+        for pair in read_tmx(path, languages):
+            yield {"translation": dict(zip(languages, pair))}
+    except TMXError as error:
+        raise CorpusError(f"{path}, {error}") from None
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
 def _refuse_empty(path: str, last_line) -> None:

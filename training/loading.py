@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 import relpos
 from relpos.configuration import preset, presets
+from relpos.pipeline_relpos import language_tags
 
 from .allocator import keep_freed_memory
 
@@ -30,11 +31,15 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, with its tokenizer and the name that it was opened by."""
+    """A model in evaluation mode on its device, with its tokenizer and the name that it was opened by.
+
+    `source_prefix` is put before the tokens of every source: the tag of the target language, see `into_language`.
+    """
 
     model: Any
     tokenizer: Any
     name: str
+    source_prefix: tuple[int, ...] = ()
 
 
 def load_model(name: str) -> LoadedModel:
@@ -61,6 +66,28 @@ def load_model(name: str) -> LoadedModel:
     _check_weights_fit(name, info)
     model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu").eval()
     return LoadedModel(model=model, tokenizer=tokenizer, name=name)
+
+
+def into_language(loaded: LoadedModel, language: str | None) -> LoadedModel:
+    """The same model, told to translate into one of its languages.
+
+    Args:
+        loaded: the model.
+        language: its code; a model of one target language needs none.
+
+    Raises:
+        ModelError: the model has several target languages and not this one, or a single one that is another.
+    """
+    tags = language_tags(loaded.tokenizer)
+    if tags and language not in tags:
+        what = f"does not translate into {language}" if language else "must be told which language to translate into"
+        raise ModelError(f"The model {loaded.name} {what}; it knows {', '.join(tags)}.")
+    if tags:
+        return replace(loaded, source_prefix=(tags[language],))
+    own = getattr(loaded.model.config, "target_language", None)
+    if language and language != own:
+        raise ModelError(f"The model {loaded.name} has one target language, {own or 'unnamed'}, and not {language}.")
+    return loaded
 
 
 def load_config(name: str) -> Any:

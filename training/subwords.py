@@ -7,11 +7,11 @@ is an ordinary fast tokenizer that `AutoTokenizer` loads without this package.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 """Ids 0, 1 and 2 of a trained vocabulary, as in T5; the decoder starts with padding, as in T5 and Marian."""
@@ -32,13 +32,14 @@ _CHARACTER_COVERAGE = 0.9999
 _SHRINKING_FACTOR = 0.5
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, languages: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Train a Unigram vocabulary with byte fallback that source and target share.
 
     Args:
         texts: Sentences of both languages; iterated over twice, so no generator.
         vocab_size: Number of tokens with the special ones and the 256 bytes, at least about 500. A small corpus can
             give fewer.
+        languages: Target languages that get a tag token, such as `>>de<<`.
 
     Returns:
         A fast tokenizer that pads right, ends every text in `</s>`, and decodes to the text exactly with
@@ -53,7 +54,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     if not counts:
         raise ValueError("texts must hold at least one character to train a vocabulary on, but all are empty.")
     rare = _rare_characters(counts)
-    room = vocab_size - 3 - len(_BYTES)
+    tags = [language_tag(language) for language in languages]
+    room = vocab_size - 3 - len(_BYTES) - len(tags)
     needed = len(set(_ASCII) | (set(counts) - set(rare))) + 1
     if room < needed:
         raise ValueError(
@@ -72,7 +74,20 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
     without_rare = str.maketrans(dict.fromkeys(rare, " "))
     backend.train_from_iterator((text.translate(without_rare) for text in texts), trainer)
-    return _wrap(_unigram(_scores(backend)), pad_token=PAD, eos_token=EOS, unk_token=UNK)
+    tokenizer = _wrap(_unigram(_scores(backend), tags), pad_token=PAD, eos_token=EOS, unk_token=UNK)
+    add_language_tags(tokenizer, languages)
+    return tokenizer
+
+
+def language_tag(language: str) -> str:
+    """The token that stands at the start of a source and says what language to translate into, as in Marian."""
+    return f">>{language}<<"
+
+
+def add_language_tags(tokenizer: PreTrainedTokenizerBase, languages: Sequence[str]) -> None:
+    """Give a tokenizer the tag tokens that it lacks, as special tokens, which no text is taken for."""
+    tags = [AddedToken(language_tag(language), special=True, normalized=False, rstrip=True) for language in languages]
+    tokenizer.add_special_tokens({"extra_special_tokens": tags}, replace_extra_special_tokens=False)
 
 
 def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
@@ -146,8 +161,8 @@ def _scores(trained: Tokenizer) -> list[tuple[str, float]]:
     return sorted(scores, key=lambda scored: (-scored[1], scored[0]))
 
 
-def _unigram(scores: list[tuple[str, float]]) -> Tokenizer:
-    reserved = [(piece, _RESERVED_SCORE) for piece in (PAD, EOS, UNK, *_BYTES)]
+def _unigram(scores: list[tuple[str, float]], tags: list[str]) -> Tokenizer:
+    reserved = [(piece, _RESERVED_SCORE) for piece in (PAD, EOS, UNK, *_BYTES, *tags)]
     backend = Tokenizer(models.Unigram(reserved + scores, unk_id=2, byte_fallback=True))
     backend.normalizer, backend.pre_tokenizer = _normalizer(), _pre_tokenizer()
     backend.decoder = decoders.Sequence(

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from .batching import TokenBatchSampler, sequence_lengths
 from .checkpoints import flush_to_disk, whole_checkpoints
 
 _STAGING = ".saving"
-_LOSS_SINCE_LOG = "loss_since_log.json"
+_RUN_STATE = "run_state.json"
 
 
 @dataclass
@@ -92,12 +92,17 @@ class TranslationTrainer(Seq2SeqTrainer):
 
     The training set needs the columns `input_ids` and `labels`. Saved configurations have `use_cache` on, which
     Trainer turns off in the model that it trains.
+
+    Args:
+        args, kwargs: As for Seq2SeqTrainer.
+        copies: How often each training pair comes in an epoch, as TokenBatchSampler takes it; once by default.
     """
 
     args: TranslationTrainingArguments
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, copies: Sequence[float] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._copies = copies
         if self.args.label_smoothing_factor and self.compute_loss_func is None:
             self.compute_loss_func = partial(smoothed_loss, smoothing=self.args.label_smoothing_factor)
         self._redirected_to: str | None = None
@@ -167,6 +172,7 @@ class TranslationTrainer(Seq2SeqTrainer):
             window=self.args.sort_window,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             multiple_of=batches_per_step if enough else self.args.world_size,
+            copies=self._copies,
         )
         self.add_callback(_EpochOfSampler(sampler))
         return sampler
@@ -190,7 +196,7 @@ class TranslationTrainer(Seq2SeqTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._redirected_to = None
-        self._save_loss_since_log(staging / name)
+        self._save_run_state(staging / name)
         self.accelerator.wait_for_everyone()
         best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         if self.state.best_global_step and (best.name == name or best.is_dir()):
@@ -209,12 +215,27 @@ class TranslationTrainer(Seq2SeqTrainer):
             )
         self.accelerator.wait_for_everyone()
 
-    def _save_loss_since_log(self, checkpoint: Path) -> None:
-        """Keep what the log is yet to say, so that its next line is the same after a restart."""
+    def _save_run_state(self, checkpoint: Path) -> None:
+        """Keep the losses that the log is yet to say, so that its next line is the same after a restart, and what the
+        batches were."""
         loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
         if self.args.should_save:
-            content = json.dumps({"loss": loss, "since_step": self._globalstep_last_logged})
-            (checkpoint / _LOSS_SINCE_LOG).write_text(content)
+            state = {
+                "loss": loss,
+                "since_step": self._globalstep_last_logged,
+                "batches": self.batch_sampler.fingerprint,
+            }
+            (checkpoint / _RUN_STATE).write_text(json.dumps(state))
+
+    @staticmethod
+    def batches_of(checkpoint: str | Path) -> str | None:
+        """The fingerprint of the batch sampler of a checkpoint's run; None where the checkpoint does not say."""
+        file = Path(checkpoint, _RUN_STATE)
+        return json.loads(file.read_text())["batches"] if file.is_file() else None
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Replace the weights of the model, on every process, by those of a saved folder."""
+        self._load_from_checkpoint(str(folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -296,7 +317,7 @@ class _LossOfCheckpoint(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         checkpoint, self.trainer._resumed_from = self.trainer._resumed_from, None
-        file = Path(checkpoint or "", _LOSS_SINCE_LOG)
+        file = Path(checkpoint or "", _RUN_STATE)
         if checkpoint and file.is_file():
             saved = json.loads(file.read_text())
             self.trainer._tr_loss += saved["loss"]
@@ -326,19 +347,41 @@ def set_generation_defaults(model: PreTrainedModel, *, max_length: int = 512) ->
     )
 
 
-def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel, tokenizer: Any, folder: Path, *, weights: dict[str, torch.Tensor] | None = None
+) -> None:
     """Save a model and its tokenizer into a folder so that it is seen whole or not at all.
 
     The files are written to a folder within and then moved, config.json last: without it nothing opens the model.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        folder: Where to; files of an earlier model there are replaced.
+        weights: The state dict to write where the model itself holds only a part of it.
     """
+    with _staged(folder, last="config.json") as staging:
+        with _cache_in_config(model):
+            model.save_pretrained(staging, state_dict=weights)
+        tokenizer.save_pretrained(staging)
+        (folder / "config.json").unlink(missing_ok=True)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer into a folder so that tokenizer_config.json is there only once all of it is."""
+    with _staged(folder, last="tokenizer_config.json") as staging:
+        tokenizer.save_pretrained(staging)
+
+
+@contextmanager
+def _staged(folder: Path, *, last: str) -> Iterator[Path]:
+    """A folder within, whose files are moved out when they are all written, the one called `last` after the others."""
     staging = folder / _STAGING
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    with _cache_in_config(model):
-        model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    (folder / "config.json").unlink(missing_ok=True)
-    for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+    yield staging
+    flush_to_disk(staging)
+    for file in sorted(staging.iterdir(), key=lambda file: file.name == last):
         os.replace(file, folder / file.name)
     staging.rmdir()
 

@@ -11,8 +11,8 @@ from relpos.training.corpus import (
     BUNDLED,
     CorpusError,
     bundled_splits,
-    drop_empty_pairs,
     hold_out,
+    parse_corpora,
     read_corpus,
     twin_key,
 )
@@ -134,6 +134,32 @@ def test_missing_corpora(tmp_path, monkeypatch, source):
     assert "\n" not in str(caught.value)
 
 
+def test_a_translation_memory_is_a_corpus(tmp_path):
+    unit = '<tu><tuv xml:lang="EN-gb"><seg>A {}.</seg></tuv><tuv xml:lang="de"><seg>Ein {}.</seg></tuv></tu>'
+    body = "".join(unit.format(word, word) for word in ("b", "&lt;c&gt;"))
+    text = f'<?xml version="1.0"?><tmx version="1.4"><header/><body>{body}</body></tmx>'
+    (tmp_path / "c.tmx.gz").write_bytes(gzip.compress(text.encode()))
+    corpus = read_corpus(tmp_path / "c.tmx.gz", languages=LANGUAGES)
+    assert pairs_of(corpus) == [("A b.", "Ein b."), ("A <c>.", "Ein <c>.")]
+    (tmp_path / "c.tmx").write_text(text.replace("</body>", ""))
+    with pytest.raises(CorpusError, match=r"c\.tmx, line 1: not well-formed"):
+        read_corpus(tmp_path / "c.tmx", languages=LANGUAGES)
+
+
+def test_several_corpora_are_told_from_the_two_files_of_one(tmp_path):
+    plain = [str(tmp_path / f"c.{language}") for language in LANGUAGES]
+    assert parse_corpora(plain, languages=LANGUAGES) == [(LANGUAGES, tuple(plain))]
+    (tmp_path / "source.txt").touch()
+    mixed = [str(tmp_path / "source.txt"), plain[1]]
+    assert parse_corpora(mixed, languages=LANGUAGES) == [(LANGUAGES, tuple(mixed))]
+    names = ["europarl-v7.de-en", "news.tsv", "en-pt_BR=c.tsv", "fr-de=user/name"]
+    pairs = [LANGUAGES, LANGUAGES, ("en", "pt_BR"), ("fr", "de")]
+    assert parse_corpora(names, languages=LANGUAGES) == list(zip(pairs, [*names[:2], "c.tsv", "user/name"]))
+    assert len(parse_corpora(["a.tsv", "b.tsv"], languages=LANGUAGES)) == 2
+    with pytest.raises(CorpusError, match="'de', 'de'"):
+        parse_corpora(["de-de=c.tsv"], languages=LANGUAGES)
+
+
 @pytest.mark.parametrize("languages", [("en", "en"), ("en", ""), ("en", "de", "fr")])
 def test_languages_must_be_two(languages):
     with pytest.raises(CorpusError, match="languages"):
@@ -210,8 +236,3 @@ def test_twin_key():
     assert twin_key("Choose Insert - Row 1.") == twin_key("choose insert – row 22 !") == "chooseinsertrow"
     assert twin_key("12 + 3") == ""
     assert twin_key("Öl") != twin_key("Ol")
-
-
-def test_drop_empty_pairs(tmp_path):
-    corpus = read_corpus(write_all_forms(tmp_path)[0], languages=LANGUAGES)
-    assert pairs_of(drop_empty_pairs(corpus)) == [PAIRS[0], PAIRS[2]]
