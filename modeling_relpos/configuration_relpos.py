@@ -91,6 +91,8 @@ class RelPosConfig(PreTrainedConfig):
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
         "num_hidden_layers": "encoder_layers",
+        # T5's name, by which the library's example scripts know a model without a longest sequence
+        "relative_attention_max_distance": "max_relative_position",
     }
     _auto_class = "AutoConfig"
 

@@ -83,6 +83,7 @@ def test_defaults_follow_from_other_fields():
     assert config.decoder_vocab_size == 100
     assert config.decoder_start_token_id == 7
     assert config.hidden_size == config.d_model
+    assert config.relative_attention_max_distance == config.max_relative_position
     assert RelPosConfig(pad_token_id=7, decoder_start_token_id=0).decoder_start_token_id == 0
 
 
