@@ -26,10 +26,29 @@ MaxNewTokens = Annotated[
 Languages = Annotated[
     str | None, typer.Option(help="Source and target language, as en,de.", show_default="what the model says")
 ]
+GnmtPenalty = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=10,
+        metavar="EXPONENT",
+        help="Rank finished beams by log-probability / ((5 + tokens) / 6)^EXPONENT, as the paper did with 0.6.",
+        show_default="the model's length_penalty",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
-CORPUS_HELP = (
-    "Held-out text: TSV or JSON lines (also .gz), a dataset, or the two files of a parallel corpus, each with --corpus."
-)
+CorpusOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Held-out text: TSV or JSON lines (also .gz), a dataset, or the two files of a parallel corpus, each with "
+        "--corpus.",
+        show_default="the bundled corpus",
+    ),
+]
+Split = Annotated[str, typer.Option(help="Part of the bundled corpus or of a dataset.")]
+CorpusLanguages = Annotated[
+    str | None, typer.Option(help="Source and target language of the corpus, as en,de.", show_default="the model's")
+]
 
 
 def main() -> None:
@@ -69,11 +88,9 @@ def train(context: typer.Context) -> None:
 @app.command()
 def evaluate(
     model: Model,
-    corpus: Annotated[list[str] | None, typer.Option(help=CORPUS_HELP, show_default="the bundled corpus")] = None,
-    split: Annotated[str, typer.Option(help="Part of the bundled corpus or of a dataset.")] = "test",
-    languages: Annotated[
-        str | None, typer.Option(help="Source and target language of the corpus, as en,de.", show_default="the model's")
-    ] = None,
+    corpus: CorpusOption = None,
+    split: Split = "test",
+    languages: CorpusLanguages = None,
     beams: Annotated[str, typer.Option(help="Beam sizes, with commas between.")] = "1,4",
     batch_size: BatchSize = 32,
     max_new_tokens: MaxNewTokens = None,
@@ -111,12 +128,23 @@ def translate(
     batch_size: BatchSize = 32,
     beams: Annotated[int | None, typer.Option(min=1, help="Beam size.", show_default="the model's own")] = None,
     max_new_tokens: MaxNewTokens = None,
+    n_best: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Write the N best translations of each line, behind its number and a tab."
+        ),
+    ] = None,
+    scores: Annotated[
+        bool,
+        typer.Option("--scores", help="Put log-probability and its mean per token in front, with tabs between."),
+    ] = False,
+    gnmt_penalty: GnmtPenalty = None,
     engine: Annotated[
         str | None,
         typer.Option(help="ctranslate2: MODEL is what `relpos export` wrote.", show_default="Transformers"),
     ] = None,
 ) -> None:
-    """Translate line by line: one line of output for one line of input, of any length."""
+    """Translate line by line: one line of output for one line of input, of any length; with --n-best N, N lines."""
     from relpos import conversion
     from relpos.training import line_files, loading, translation
 
@@ -130,9 +158,36 @@ def translate(
                 beams=beams,
                 batch_size=batch_size,
                 max_new_tokens=max_new_tokens,
+                n_best=n_best,
+                scores=scores,
+                gnmt_penalty=gnmt_penalty,
                 on_progress=on_progress,
                 warn=_say,
             )
+
+
+@app.command()
+def score(
+    model: Model,
+    corpus: CorpusOption = None,
+    split: Split = "test",
+    languages: CorpusLanguages = None,
+    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="standard output")] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines, with each token's log-probability.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a batch per side, with padding.")] = 4096,
+) -> None:
+    """Tell how likely a model finds given translations: one line for one pair, its log-probability and, behind a tab,
+    the mean per token. Logarithms are natural, and `</s>` is a token."""
+    from relpos.training import evaluation, line_files, loading, scoring
+
+    pair = evaluation.parse_languages(languages, loading.load_config(model))
+    corpus_rows, _ = evaluation.open_held_out(corpus, split=split, languages=pair)
+    with line_files.open_output(output, warn=_say) as target:
+        loaded = loading.load_model(model)
+        with _progress("scoring", len(corpus_rows), shown=not target.isatty()) as on_progress:
+            texts = (tuple(row["translation"][language] for language in pair) for row in corpus_rows)
+            scores = scoring.score_pairs(loaded, texts, max_tokens=max_tokens, on_progress=on_progress)
+            scoring.write_scores(scores, target, as_json=json)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 from rich.table import Table
 from sacrebleu.metrics import BLEU, CHRF, TER
 
@@ -42,10 +43,10 @@ class EvaluationError(ValueError):
     """A corpus or an option that cannot be evaluated with; the message is one sentence for the user."""
 
 
-def read_held_out(
+def open_held_out(
     corpus: Sequence[str] | None, *, split: str, languages: tuple[str, str]
-) -> tuple[list[str], list[str], str]:
-    """Sources, references and the name of a corpus, read as training reads it; None is the bundled corpus.
+) -> tuple[datasets.Dataset, str]:
+    """The pairs and the name of a corpus, read as training reads it; None is the bundled corpus.
 
     Raises:
         CorpusError: the corpus cannot be read.
@@ -53,16 +54,22 @@ def read_held_out(
     """
     if corpus:
         pairs = read_corpus(corpus[0] if len(corpus) == 1 else corpus, languages=languages, split=split)
-        name = " and ".join(corpus)
-    else:
-        if set(languages) != set(BUNDLED_LANGUAGES):
-            raise EvaluationError(
-                f"languages is {','.join(languages)}, which the bundled corpus has not; name a corpus of your own."
-            )
-        splits = bundled_splits()
-        if split not in splits:
-            raise EvaluationError(f"split is {split!r}; the bundled corpus has {', '.join(splits)}.")
-        pairs, name = splits[split], f"the {split} part of the bundled corpus"
+        return pairs, " and ".join(corpus)
+    if set(languages) != set(BUNDLED_LANGUAGES):
+        raise EvaluationError(
+            f"languages is {','.join(languages)}, which the bundled corpus has not; name a corpus of your own."
+        )
+    splits = bundled_splits()
+    if split not in splits:
+        raise EvaluationError(f"split is {split!r}; the bundled corpus has {', '.join(splits)}.")
+    return splits[split], f"the {split} part of the bundled corpus"
+
+
+def read_held_out(
+    corpus: Sequence[str] | None, *, split: str, languages: tuple[str, str]
+) -> tuple[list[str], list[str], str]:
+    """Sources, references and the name of a corpus; as `open_held_out`, but in memory."""
+    pairs, name = open_held_out(corpus, split=split, languages=languages)
     rows = pairs["translation"][:]
     source_language, target_language = languages
     return [row[source_language] for row in rows], [row[target_language] for row in rows], name
