@@ -5,16 +5,17 @@ import os
 import zipfile
 from pathlib import Path
 
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from .loading import ModelError, check_folder
+from .loading import ModelError, check_folder, weight_files
 
 logger = logging.get_logger(__name__)
 
-_SHARDED_OPTIMIZER = "optimizer_0"  # as FSDP saves it, beside pytorch_model_fsdp_0
-_SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
+# What FSDP saves instead of the optimizer's file and beside or instead of the model's, in pieces or whole.
+_FSDP_PIECES = {"optimizer": "optimizer_0", "model": "pytorch_model_fsdp_0"}
+_FSDP_MODEL = "pytorch_model_fsdp.bin"
 
 
 def whole_checkpoints(run: str | Path) -> list[Path]:
@@ -50,21 +51,22 @@ def find_damage(checkpoint: Path, *, step: int) -> str | None:
     random_states = sorted(checkpoint.glob("rng_state*.pth"))
     if not random_states:
         return "it has no random state (rng_state.pth)."
-    optimizer = [] if _is_sharded(checkpoint / _SHARDED_OPTIMIZER) else [checkpoint / OPTIMIZER_NAME]
-    for file in (*optimizer, checkpoint / SCHEDULER_NAME, *random_states):
+    in_pieces = {part: (checkpoint / name / ".metadata").is_file() for part, name in _FSDP_PIECES.items()}
+    files = [checkpoint / SCHEDULER_NAME, *random_states]
+    if not in_pieces["optimizer"]:
+        files += [file for file in (checkpoint / OPTIMIZER_NAME_BIN,) if file.exists()] or [checkpoint / OPTIMIZER_NAME]
+    files += checkpoint.glob(_FSDP_MODEL)
+    for file in files:
         if not zipfile.is_zipfile(file):  # which has its directory at the end
             return f"{file.name} is missing or cut off."
-    if _is_sharded(checkpoint / _SHARDED_WEIGHTS):
+    if in_pieces["model"]:
         return None
     try:
-        check_folder(str(checkpoint))
+        check_folder(str(checkpoint), complete=False)
+        missing = [name for name in weight_files(checkpoint) if not (checkpoint / name).is_file()]
     except ModelError as error:
         return str(error)
-    return None
-
-
-def _is_sharded(folder: Path) -> bool:
-    return (folder / ".metadata").is_file()  # written last
+    return f"{missing[0]} is missing." if missing else None
 
 
 def flush_to_disk(folder: Path) -> None:

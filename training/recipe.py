@@ -272,6 +272,10 @@ def _check(run: Run) -> None:
     if not 0 <= args.label_smoothing_factor < 1:
         raise RecipeError(f"label_smoothing_factor must be at least 0 and below 1, not {args.label_smoothing_factor}.")
     _check_averaging(args)
+    if args.eval_strategy != "no" and data.validation_corpus is None and BUNDLED not in data.train_corpus:
+        raise RecipeError(
+            f"validation_corpus must be given to evaluate on, since eval_strategy is {args.eval_strategy.value}."
+        )
     if run.model.model not in presets():
         if not Path(run.model.model).exists() and "/" not in run.model.model:
             raise RecipeError(
@@ -289,6 +293,10 @@ def _check_averaging(args: TranslationTrainingArguments) -> None:
         raise RecipeError(
             f"save_total_limit must be at least average_last={args.average_last}, so that the checkpoints to average "
             f"are kept, not {args.save_total_limit}."
+        )
+    if args.fsdp:
+        raise RecipeError(
+            "average_last does not go with fsdp: average the checkpoints afterwards, by `relpos average`."
         )
     if args.load_best_model_at_end:
         raise RecipeError("average_last and load_best_model_at_end are two choices of the final model; give one.")

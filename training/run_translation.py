@@ -44,6 +44,7 @@ from .metric import compute_metrics_with
 from .preparation import Corpora, load_run_tokenizer, make_tokenizer, read_corpora, tokenize_corpora
 from .recipe import RECIPE_FILE, RecipeError, Run, parse_arguments
 from .trainer import (
+    SavingError,
     TranslationTrainer,
     TranslationTrainingArguments,
     save_model,
@@ -323,6 +324,6 @@ def _facts(run: Run, trainer: TranslationTrainer, corpora: Corpora, averaged: in
 if __name__ == "__main__":
     try:
         main()
-    except (RecipeError, CorpusError, ModelError) as error:
+    except (RecipeError, CorpusError, ModelError, SavingError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

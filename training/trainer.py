@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -25,6 +26,10 @@ from .checkpoints import flush_to_disk, whole_checkpoints
 
 _STAGING = ".saving"
 _RUN_STATE = "run_state.json"
+
+
+class SavingError(ValueError):
+    """A checkpoint that could not be written; the message is one sentence for the user."""
 
 
 @dataclass
@@ -185,6 +190,9 @@ class TranslationTrainer(Seq2SeqTrainer):
 
         Trainer writes file by file into the final folder, so that a run that dies meanwhile leaves half a checkpoint,
         which it would resume from.
+
+        Raises:
+            SavingError: A file cannot be written, on a full disk say; the checkpoints before stay as they are.
         """
         run_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -194,9 +202,17 @@ class TranslationTrainer(Seq2SeqTrainer):
         self._redirected_to = str(staging)
         try:
             super()._save_checkpoint(model, trial)
+            self._save_run_state(staging / name)
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save has only the last for a full disk
+            shutil.rmtree(staging, ignore_errors=True)
+            last = next((folder.name for folder in reversed(whole_checkpoints(run_dir))), "none")
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise SavingError(
+                f"The checkpoint of step {self.state.global_step} could not be written to {run_dir} ({reason}); the last "
+                f"whole one is {last}, and the same command goes on from it."
+            ) from error
         finally:
             self._redirected_to = None
-        self._save_run_state(staging / name)
         self.accelerator.wait_for_everyone()
         best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         if self.state.best_global_step and (best.name == name or best.is_dir()):

@@ -4,10 +4,9 @@ import pytest
 import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from relpos.configuration import recipe, recipes
 from relpos.training.corpus import CorpusError
 from relpos.training.loading import ModelError
-from relpos.training.run_translation import RecipeError, main, parse_arguments
+from relpos.training.run_translation import RecipeError, main
 from relpos.training.show_translations import main as show_main
 
 TINY = ["--model", "tiny", "--vocab_size", "420", "--max_tokens", "200", "--use_cpu", "true", "--save_strategy", "no"]
@@ -88,19 +87,6 @@ def test_translations_are_shown_side_by_side(trained, capsys):
     assert caught.value.code == 2
 
 
-def test_every_recipe_parses_and_the_command_line_overrides_it(tmp_path):
-    assert "quickstart" in recipes()
-    for name in recipes():
-        run = parse_arguments([name, "--output_dir", str(tmp_path), "--max_steps=7", "--learning-rate", "1e-4"])
-        assert run.training.max_steps == 7
-        assert run.training.learning_rate == 1e-4
-        assert run.given["max_steps"] == 7
-    fields = yaml.safe_load(recipe("quickstart").read_text(encoding="utf-8"))
-    run = parse_arguments(["quickstart", "--output_dir", str(tmp_path)])
-    assert run.training.max_steps == fields["max_steps"]
-    assert run.overrides["d_model"] == fields["d_model"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -126,27 +112,7 @@ def test_impossible_fields_are_named_in_one_sentence(corpus, tmp_path, arguments
     assert not list((tmp_path / "out").glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("max_stepps: 3\n", "max_stepps; did you mean max_steps"),
-        ("- a\n- b\n", "fields"),
-        ("a: [\n", "not YAML"),
-        ("", "fields"),
-        ("max_steps: [1, 2]\n", "The value 2"),
-    ],
-)
-def test_broken_recipes(tmp_path, content, message):
-    (tmp_path / "mine.yaml").write_text(content)
-    with pytest.raises(RecipeError, match=message):
-        parse_arguments([str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path / "out")])
-
-
 def test_what_is_missing_is_named(corpus, tmp_path):
-    with pytest.raises(RecipeError, match="output_dir"):
-        parse_arguments(["quickstart"])
-    with pytest.raises(RecipeError, match="quickstrat"):
-        parse_arguments(["quickstrat", "--output_dir", "x"])
     with pytest.raises(CorpusError, match="missing"):
         main([*TINY, "--train_corpus", str(tmp_path / "missing.tsv"), "--output_dir", str(tmp_path / "out")])
     with pytest.raises((RecipeError, ModelError), match="missing"):
