@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -104,6 +105,7 @@ def evaluate(
     pair = evaluation.parse_languages(languages, loading.load_config(model))
     sources, references, name = evaluation.read_held_out(corpus, split=split, languages=pair)
     loaded = loading.load_model(model)
+    loaded = loading.into_language(loaded, pair[1] if loaded.languages else None)
     with _progress("translating", len(sources) * len(beam_sizes), shown=True) as on_progress:
         results = evaluation.evaluate_model(
             loaded,
@@ -128,6 +130,9 @@ def translate(
     batch_size: BatchSize = 32,
     beams: Annotated[int | None, typer.Option(min=1, help="Beam size.", show_default="the model's own")] = None,
     max_new_tokens: MaxNewTokens = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="LANGUAGE", help="Target language, where the model has several.")
+    ] = None,
     n_best: Annotated[
         int | None,
         typer.Option(
@@ -150,6 +155,7 @@ def translate(
 
     with line_files.open_input(input) as source, line_files.open_output(output, warn=_say) as target:
         loaded = conversion.load_engine(model, engine=engine) if engine else loading.load_model(model)
+        loaded = loading.into_language(loaded, to)
         with _progress("translating", source.count, shown=not target.isatty()) as on_progress:
             translation.translate_stream(
                 loaded,
@@ -184,10 +190,23 @@ def score(
     corpus_rows, _ = evaluation.open_held_out(corpus, split=split, languages=pair)
     with line_files.open_output(output, warn=_say) as target:
         loaded = loading.load_model(model)
+        loaded = loading.into_language(loaded, pair[1] if loaded.languages else None)
         with _progress("scoring", len(corpus_rows), shown=not target.isatty()) as on_progress:
             texts = (tuple(row["translation"][language] for language in pair) for row in corpus_rows)
             scores = scoring.score_pairs(loaded, texts, max_tokens=max_tokens, on_progress=on_progress)
             scoring.write_scores(scores, target, as_json=json)
+
+
+@app.command()
+def average(
+    checkpoints: Annotated[list[str], typer.Argument(metavar="CHECKPOINTS", help="Saved folders of one model.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to write.")],
+    force: Force = False,
+) -> None:
+    """Write the model whose weights are the means of those of several checkpoints."""
+    from relpos.training import averaging
+
+    averaging.average_checkpoints(checkpoints, out, force=force)
 
 
 @app.command()
@@ -263,6 +282,56 @@ def inspect(
     _print(inspection.inspection_report(inspection.inspect_model(config, name=model, folder=folder)))
 
 
+@app.command()
+def check(model: Annotated[Path, typer.Argument(metavar="MODEL", help="A saved folder.")]) -> None:
+    """Prove that a folder works for people without this package, as it would be pushed."""
+    with _staged(model) as staged:
+        _check(staged, name=str(model))
+
+
+@app.command()
+def push(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A saved folder.")],
+    name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where to push it on the Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    license: Annotated[
+        str | None, typer.Option(help="Licence of the model, as the Hub names it, such as apache-2.0.")
+    ] = None,
+    space: Annotated[bool, typer.Option("--space", help="Push the page of `relpos demo` as a Space, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files and their sizes.")] = False,
+) -> None:
+    """Put a model on the Hub with its code, tokenizer and card, in one commit, after `relpos check`."""
+    from relpos.model_cards import card, publishing
+
+    publishing.check_name(name)
+    with _staged(model, name=name, facts={"license": license}) as staged, TemporaryDirectory() as scratch:
+        page = publishing.stage_space(Path(scratch), name=name, license=license) if space else None
+        _print(publishing.staged_table(staged, title=name))
+        if page:
+            _print(publishing.staged_table(page, title=f"Space {name}"))
+        if missing := card.missing_facts(staged.folder):
+            _say(f"the card does not say: {'; '.join(missing)}")
+        if dry_run:
+            return
+        _check(staged, name=str(model))
+        typer.echo(publishing.push(staged, name, private=private))
+        if page:
+            typer.echo(publishing.push(page, name, private=private, space=True))
+
+
+@app.command()
+def demo(
+    model: Model,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes any.")] = 7860,
+) -> None:
+    """Open a page on this machine to translate with a model and see what its heads attend to."""
+    from relpos.model_cards import serve_page
+    from relpos.training import loading
+
+    loaded = loading.load_model(model)
+    serve_page(loaded.model, loaded.tokenizer, name=model, port=port)
+
+
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
@@ -287,6 +356,29 @@ def _progress(label: str, total: int | None, *, shown: bool) -> Iterator[Callabl
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda count: progress.advance(task, count)
+
+
+@contextmanager
+def _staged(model: Path, **options: Any) -> Iterator[Any]:
+    """What of a folder belongs on the Hub, in a temporary folder; see `publishing.stage`."""
+    from relpos import register
+    from relpos.model_cards import publishing
+
+    register()
+    with TemporaryDirectory() as folder:
+        yield publishing.stage(model, Path(folder), **options)
+
+
+def _check(staged: Any, *, name: str) -> None:
+    """Print what `relpos check` finds; raises CheckError where something does not work."""
+    from transformers.utils import logging
+
+    from relpos.model_cards import self_contained
+
+    logging.disable_progress_bar()
+    findings = self_contained.check_folder(staged.folder)
+    _print(self_contained.findings_table(findings, title=name))
+    self_contained.raise_problems(findings, name=name)
 
 
 def _codes(languages: str | None) -> tuple[str, ...]:

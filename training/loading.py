@@ -41,6 +41,11 @@ class LoadedModel:
     name: str
     source_prefix: tuple[int, ...] = ()
 
+    @property
+    def languages(self) -> list[str]:
+        """The target languages to choose from, see `into_language`; none where the model has but one."""
+        return list(language_tags(self.tokenizer))
+
 
 def load_model(name: str) -> LoadedModel:
     """Open a sequence-to-sequence model with its tokenizer, on the accelerator where there is one.
