@@ -78,7 +78,8 @@ def convert(
     Raises:
         ConversionError: One sentence on what is missing, damaged or impossible; nothing is written then.
     """
-    from .converter import ConversionError, check_target, convert_model
+    from .converter import convert_model
+    from .files import ConversionError, check_target
 
     if len(languages) not in (0, 2):
         raise ConversionError(f"--languages takes two codes, source and target, as in en,de, and not {len(languages)}.")
@@ -132,7 +133,7 @@ def load_engine(folder: str | Path, *, engine: str) -> "LoadedModel":
 
 
 def _find(toolkit: str, table: dict[str, tuple[str, str]], purpose: str) -> Any:
-    from .converter import ConversionError
+    from .files import ConversionError
 
     if toolkit not in table:
         raise ConversionError(f"There is no toolkit {toolkit!r} to {purpose}; there are {', '.join(sorted(table))}.")
@@ -142,7 +143,7 @@ def _find(toolkit: str, table: dict[str, tuple[str, str]], purpose: str) -> Any:
 
 def _call(function: Any, *arguments: Path, toolkit: str, options: dict[str, Any]) -> Any:
     """Call a toolkit's class or function with the options that were given, and refuse those that it does not have."""
-    from .converter import ConversionError
+    from .files import ConversionError
 
     given = {name: value for name, value in options.items() if value not in (None, False, ())}
     parameters = inspect.signature(function).parameters.values()

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from relpos import RelPosTokenizer
 
-from .converter import ConversionError, Decoding, new_file
+from .converter import Decoding
 from .ctranslate2_format import CTranslate2Converter, load_relpos, write_ctranslate2
+from .files import ConversionError, new_file, read_json
 from .segmenters import segmenter_of
 from .sentencepiece_writer import write_sentencepiece
 
@@ -157,12 +158,9 @@ def _check_member(package: Path, member: zipfile.ZipInfo) -> None:
 
 
 def _read_metadata(root: Path) -> dict[str, Any]:
-    try:
-        metadata = json.loads((root / "metadata.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConversionError(f"The package's metadata.json is not JSON: {error}.") from error
+    metadata = read_json(root / "metadata.json", "package description")
     if not isinstance(metadata, dict):
-        raise ConversionError("The package's metadata.json must hold an object.")
+        raise ConversionError(f"The package description {root / 'metadata.json'} must hold an object.")
     return metadata
 
 

@@ -5,13 +5,9 @@ A toolkit is a subclass of `Converter` in a module of its own, `<toolkit>_format
 `convert_model` then asks for its obstacles, and only where there are none for configuration, weights and tokenizer.
 """
 
-import os
 import re
-import shutil
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,14 +19,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from relpos import RelPosConfig, RelPosForConditionalGeneration
 from relpos.model_cards import write_card
 
+from .files import ConversionError, new_folder
+
 KeyTable = Mapping[str, str | tuple[str, ...] | None]
 """Foreign name to own name, of one weight or of a module with all its weights (`.weight`, `.bias`); `*` stands for the
 number of a layer. A tuple names the equal parts that fused weights are split into along their first axis, and None what
 RelPos computes or does not need."""
-
-
-class ConversionError(ValueError):
-    """A model that cannot be converted; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,6 @@ class Converter(ABC):
     """The toolkit's name as its users write it."""
 
     def __init__(self, source: Path):
-        if not source.exists():
-            raise ConversionError(f"There is no {self.toolkit} model {source}.")
         self.source = source
 
     @abstractmethod
@@ -101,17 +93,17 @@ def convert_model(
         ConversionError: `out` is taken, the model has options that RelPos cannot express (all are named), or its
             weights do not fit its options.
     """
+    refuse(converter.obstacles(), f"The {converter.toolkit} model {converter.source}")
+    config, tokenizer = _config_and_tokenizer(converter)
+    decoding = converter.decoding()
+    facts = {"name": out.resolve().name, **card_facts(converter, decoding), **(facts or {})}
+    model = build_model(config, converter.weights())
+    for side in ("source_language", "target_language"):
+        if facts.get(side):
+            setattr(model.config, side, facts[side])
+    model.generation_config = GenerationConfig.from_model_config(config)
+    model.generation_config.update(**decoding.settings)
     with new_folder(out, force=force) as folder:
-        refuse(converter.obstacles(), f"The {converter.toolkit} model {converter.source}")
-        config, tokenizer = _config_and_tokenizer(converter)
-        decoding = converter.decoding()
-        facts = {"name": out.resolve().name, **card_facts(converter, decoding), **(facts or {})}
-        model = build_model(config, converter.weights())
-        for side in ("source_language", "target_language"):
-            if facts.get(side):
-                setattr(model.config, side, facts[side])
-        model.generation_config = GenerationConfig.from_model_config(config)
-        model.generation_config.update(**decoding.settings)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_card(folder, facts)
@@ -227,64 +219,30 @@ def check_vocabulary(config: RelPosConfig, tokenizer: PreTrainedTokenizerBase) -
             )
 
 
-@contextmanager
-def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `out` that becomes `out` where the block ends well, and vanishes where it does not.
+def both_sides(option: str, paths: Sequence[Path]) -> tuple[Path, Path] | None:
+    """The files of source and target from an option that takes both, or the one of both; None where it was not given.
 
     Raises:
-        ConversionError: `out` is there already and `force` is not given, or is no saved model.
+        ConversionError: There are more than two.
     """
-    check_target(out, force=force)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
-        folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private
-        yield folder
-        _replace(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if len(paths) > 2:
+        raise ConversionError(
+            f"--{option} takes one file, or one of the source and one of the target, not {len(paths)}."
+        )
+    return (Path(paths[0]), Path(paths[-1])) if paths else None
 
 
-@contextmanager
-def new_file(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """The same for a single file; raises ConversionError where `out` is there and `force` is not given, or is a folder."""
-    if out.is_dir() or (out.exists() and not force):
-        hint = "is a folder; name a file" if out.is_dir() else "exists; pass --force to replace it"
-        raise ConversionError(f"The output {out} {hint}.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+def require_weights(weights: Mapping[str, torch.Tensor], names: Iterable[str], complaint: str) -> None:
+    """Raise ConversionError, which begins with `complaint`, where a weight is missing."""
+    for name in names:
+        if name not in weights:
+            raise ConversionError(f"{complaint}: it has no weight {name}.")
 
 
-def check_target(out: Path, *, force: bool) -> None:
-    """Raise ConversionError where `out` is taken: a file, a folder without `force`, or one that is no saved model."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not out.is_dir():
-        raise ConversionError(f"The output {out} is a file; name a folder.")
-    if not force:
-        raise ConversionError(f"The output {out} exists; pass --force to replace it.")
-    if not (out / "config.json").is_file():
-        raise ConversionError(f"The output {out} is not a saved model, so --force does not replace it.")
-
-
-def _replace(folder: Path, out: Path) -> None:
-    """Move `folder` to `out`; what was there is removed once the new one stands."""
-    old = folder.with_suffix(".old")
-    if out.exists():
-        out.rename(old)
-    folder.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def count_layers(weights: Iterable[str], prefix: str) -> int:
+    """How many layers weights have whose names go on with a number, from 0, after a prefix."""
+    numbers = (name[len(prefix) :].partition(".")[0] for name in weights if name.startswith(prefix))
+    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
 def _look_up(name: str, table: KeyTable, *, ending: str) -> list[str] | None:

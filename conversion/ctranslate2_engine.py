@@ -9,8 +9,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from relpos.training.loading import LoadedModel
 
-from .converter import ConversionError
-from .ctranslate2_format import import_ctranslate2, read_options, read_vocabularies
+from .ctranslate2_files import read_options, read_vocabularies
+from .ctranslate2_format import import_ctranslate2
+from .files import ConversionError
 
 
 def load_engine(folder: str | Path, *, threads: int = 0) -> LoadedModel:

@@ -4,21 +4,20 @@ What is particular to them: projections of queries, keys and values are fused, w
 paths, and the subword model is not part of the folder. Reading needs no package; writing needs `ctranslate2`.
 """
 
-import json
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration, RelPosTokenizer
 
-from .converter import ConversionError, Converter, Decoding, KeyTable, new_folder, own_names, refuse, rename
-from .segmenters import load_segmenter, looks_segmented, whitespace_segmenter
+from .converter import Converter, Decoding, KeyTable, both_sides, count_layers, own_names, refuse, rename
+from .ctranslate2_files import plain_name, read_binary, read_options, read_vocabularies
+from .files import ConversionError, new_folder
+from .segmenters import looks_segmented, tokenizer_sides
 
 # Names with dots for slashes, and weight and bias for the gamma and beta of LayerNorm.
 _SELF_ATTENTION = {
@@ -61,9 +60,6 @@ _KEYS: KeyTable = {
 _ACTIVATIONS = ["relu", "gelu_pytorch_tanh", "silu", "gelu", "quick_gelu", "tanh", "sigmoid"]
 """In the order of CTranslate2's enumeration."""
 _ACTIVATION_IDS = {name: index for index, name in enumerate(_ACTIVATIONS)} | {"swish": 2, "gelu_new": 1}
-_DTYPES = [torch.float32, torch.int8, torch.int16, torch.int32, torch.float16, torch.bfloat16]
-"""In the order of CTranslate2's enumeration."""
-_OLDEST_VERSION, _NEWEST_VERSION = 4, 6
 
 # Settings that are variables of their own. RelPos has the first group; of the second it can express one value each.
 _SETTINGS = ("num_heads", "pre_norm", "activation", "scale_embeddings", "alignment_layer", "alignment_heads")
@@ -99,11 +95,7 @@ class CTranslate2Converter(Converter):
 
     def __init__(self, source: Path, *, subwords: Sequence[Path] = ()):
         super().__init__(source)
-        if len(subwords) > 2:
-            raise ConversionError(
-                f"--subwords takes one model, or one of the source and one of the target, not {len(subwords)}."
-            )
-        self._subwords = [Path(path) for path in subwords]
+        self._subwords = both_sides("subwords", subwords)
         self._binary = read_binary(source / "model.bin")
         self._options = read_options(source)
         for token in ("bos", "eos"):
@@ -151,8 +143,8 @@ class CTranslate2Converter(Converter):
             vocab_size=len(source),
             decoder_vocab_size=len(target),
             d_model=embeddings[0].shape[1],
-            encoder_layers=_count_layers(weights, "encoder"),
-            decoder_layers=_count_layers(weights, "decoder"),
+            encoder_layers=count_layers(weights, "model.encoder.layers."),
+            decoder_layers=count_layers(weights, "model.decoder.layers."),
             encoder_attention_heads=self._setting("encoder", "num_heads"),
             decoder_attention_heads=self._setting("decoder", "num_heads"),
             encoder_ffn_dim=weights["model.encoder.layers.0.fc1.weight"].shape[0],
@@ -188,21 +180,15 @@ class CTranslate2Converter(Converter):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._own_tokenizer:
             return self._own_tokenizer
-        options, sides = self._options, {}
-        for index, side in enumerate(("source", "target")):
-            vocabulary = self._vocabularies[index]
-            if self._subwords:
-                segmenter, vocabulary = load_segmenter(self._subwords[min(index, len(self._subwords) - 1)], vocabulary)
-            elif looks_segmented(vocabulary):
+        options = self._options
+        for side, vocabulary in zip(("source", "target"), self._vocabularies):
+            if not self._subwords and looks_segmented(vocabulary):
                 raise ConversionError(
                     f"The {side} vocabulary of {self.source} holds pieces of a subword model, which is not in the folder; "
                     "name it with --subwords."
                 )
-            else:
-                segmenter = whitespace_segmenter(vocabulary)
-            sides |= {f"{side}_segmenter": segmenter, f"{side}_vocabulary": vocabulary}
         return RelPosTokenizer(
-            **sides,
+            **tokenizer_sides(self._vocabularies, self._subwords),
             add_source_bos=options["add_source_bos"],
             add_source_eos=options["add_source_eos"],
             unk_token=options["unk_token"],
@@ -252,87 +238,6 @@ class CTranslate2Converter(Converter):
         return self._options["unk_token"]
 
 
-@dataclass(frozen=True)
-class Binary:
-    """What a `model.bin` holds: the kind of model, and its variables by name, dots for slashes, dequantised."""
-
-    kind: str
-    variables: dict[str, torch.Tensor]
-
-
-def read_binary(path: Path) -> Binary:
-    """Read a `model.bin`, laid out as ctranslate2/specs/model_spec.py writes it.
-
-    Raises:
-        ConversionError: There is no such file, it is of an unknown version, or it is cut off.
-    """
-    try:
-        with path.open("rb") as file:
-            reader = _Reader(file, path)
-            binary = reader.read()
-            if file.read(1):
-                raise ConversionError(f"The file {path} goes on after its end, so it is damaged.")
-            return binary
-    except OSError as error:
-        raise ConversionError(f"The file {path} cannot be read: {error.strerror}.") from error
-
-
-class _Reader:
-    def __init__(self, file: BinaryIO, path: Path):
-        self._file, self._path = file, path
-
-    def read(self) -> Binary:
-        version = self._number("I")
-        if not _OLDEST_VERSION <= version <= _NEWEST_VERSION:
-            raise ConversionError(
-                f"The file {self._path} is of version {version}; versions {_OLDEST_VERSION} to {_NEWEST_VERSION} are known."
-            )
-        kind = self._string()
-        self._number("I")  # the revision of the kind
-        variables = dict(self._variable() for _ in range(self._number("I")))
-        for _ in range(self._number("I")):
-            alias, name = self._string(), self._string()
-            if name not in variables:
-                raise ConversionError(
-                    f"The file {self._path} is damaged: {alias} stands for {name}, which is not there."
-                )
-            variables[alias] = variables[name]
-            if f"{name}_scale" in variables:
-                variables[f"{alias}_scale"] = variables[f"{name}_scale"]
-        return Binary(kind=kind, variables=_plain_names(_dequantize(variables)))
-
-    def _variable(self) -> tuple[str, torch.Tensor]:
-        name = self._string()
-        shape = [self._number("I") for _ in range(self._number("B"))]
-        kind = self._number("B")
-        if kind >= len(_DTYPES):
-            raise ConversionError(f"The file {self._path} is damaged: the weight {name} has the unknown type {kind}.")
-        data = bytearray(self._bytes(self._number("I")))
-        tensor = torch.frombuffer(data, dtype=_DTYPES[kind]) if data else torch.empty(0, dtype=_DTYPES[kind])
-        try:
-            return name, tensor.reshape(shape)
-        except RuntimeError as error:
-            raise ConversionError(
-                f"The file {self._path} is damaged: {name} does not fill its shape {shape}."
-            ) from error
-
-    def _string(self) -> str:
-        text = self._bytes(self._number("H"))
-        try:
-            return text.removesuffix(b"\0").decode()
-        except UnicodeDecodeError as error:
-            raise ConversionError(f"The file {self._path} is damaged: a name in it is not UTF-8.") from error
-
-    def _number(self, layout: str) -> int:
-        return struct.unpack("<" + layout, self._bytes(struct.calcsize(layout)))[0]
-
-    def _bytes(self, count: int) -> bytes:
-        data = self._file.read(count)
-        if len(data) < count:
-            raise ConversionError(f"The file {self._path} is cut off, or it is no CTranslate2 model.")
-        return data
-
-
 def _is_setting(name: str) -> bool:
     """Whether a variable is a number that says how the model computes: at the top, or the encoder's or decoder's."""
     side, _, setting = name.rpartition(".")
@@ -351,104 +256,6 @@ def _position_fields(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         "relative_position_values": bool(has_values),
         "relative_position_tied": tied,
     }
-
-
-def _count_layers(weights: Mapping[str, torch.Tensor], side: str) -> int:
-    prefix = f"model.{side}.layers."
-    return 1 + max((int(name[len(prefix) :].split(".")[0]) for name in weights if name.startswith(prefix)), default=-1)
-
-
-def _dequantize(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Integer weights divided by their scale, of every row (int8) or of all (int16); others as they are."""
-    plain = {}
-    for name, tensor in variables.items():
-        scale = variables.get(f"{name}_scale")
-        if scale is not None:
-            scale = scale.float()
-            plain[name] = tensor.float() / (scale[:, None] if scale.dim() else scale)
-        elif tensor.dim() and not tensor.is_floating_point():
-            raise ConversionError(f"The weight {name} is quantised in a way that is not known: it has no scale.")
-        elif not (name.endswith("_scale") and name.removesuffix("_scale") in variables):
-            plain[name] = tensor
-    return plain
-
-
-def _plain_names(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Modules joined by dots, and weight and bias in LayerNorm too."""
-    endings = {".gamma": ".weight", ".beta": ".bias"}
-    plain = {}
-    for name, tensor in variables.items():
-        name = name.replace("/", ".")
-        for old, new in endings.items():
-            name = name.removesuffix(old) + new if name.endswith(old) else name
-        plain[name.replace("encoder.embeddings.", "encoder.embeddings_0.")] = tensor  # as older versions have it
-    return plain
-
-
-def read_options(folder: Path) -> dict[str, Any]:
-    """What `config.json` says, with CTranslate2's defaults; models of version 2 have no such file. An export by RelPos
-    also says how long the sources of its training were.
-
-    Raises:
-        ConversionError: It is not JSON, or not an object.
-    """
-    defaults = {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "decoder_start_token": "<s>",
-        "add_source_bos": False,
-        "add_source_eos": False,
-        "layer_norm_epsilon": None,
-        "longest_training_source": None,
-    }
-    path = folder / "config.json"
-    if not path.is_file():
-        return defaults
-    options = _read_json(path)
-    if not isinstance(options, dict):
-        raise ConversionError(f"The file {path} must hold an object.")
-    return {name: options.get(name, default) for name, default in defaults.items()}
-
-
-def read_vocabularies(folder: Path) -> tuple[list[str], list[str]]:
-    """Tokens of source and target in the order of their ids; one list for both where the folder has one.
-
-    Raises:
-        ConversionError: A vocabulary is missing or damaged.
-    """
-    shared = _read_vocabulary(folder, "shared")
-    if shared is not None:
-        return shared, shared
-    sides = _read_vocabulary(folder, "source"), _read_vocabulary(folder, "target")
-    for side, vocabulary in zip(("source", "target"), sides):
-        if vocabulary is None:
-            raise ConversionError(f"The folder {folder} holds no {side}_vocabulary.json and no shared_vocabulary.json.")
-    return sides
-
-
-def _read_vocabulary(folder: Path, name: str) -> list[str] | None:
-    """A vocabulary of JSON, or of one token a line as before version 3; None if there is none."""
-    path = folder / f"{name}_vocabulary.json"
-    if path.is_file():
-        tokens = _read_json(path)
-        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-            raise ConversionError(f"The file {path} must hold a list of tokens.")
-        return tokens
-    path = folder / f"{name}_vocabulary.txt"
-    if not path.is_file():
-        return None
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"The vocabulary {path} is not UTF-8 ({error.reason}).") from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConversionError(f"The file {path} is not JSON, or it is cut off: {error}.") from error
 
 
 def export_ctranslate2(model: Path, out: Path, *, quantization: str = "float32", force: bool = False) -> Path:
@@ -579,8 +386,7 @@ def _fill_spec(spec: Any, weights: Mapping[str, torch.Tensor]) -> None:
     from ctranslate2.specs import model_spec
 
     def fill(layer: Any, name: str, _value: Any) -> None:
-        [plain] = _plain_names({name: None})
-        parts = own_names(plain, _KEYS)
+        parts = own_names(plain_name(name), _KEYS)
         if parts and all(part in weights for part in parts):
             tensor = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weights[parts[0]]
             setattr(layer, name.rpartition("/")[2], tensor.numpy())

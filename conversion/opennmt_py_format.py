@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from relpos import RelPosConfig, RelPosTokenizer
 
-from .converter import ConversionError, Converter, Decoding, KeyTable, rename
-from .segmenters import load_segmenter, whitespace_segmenter
+from .converter import Converter, Decoding, KeyTable, both_sides, count_layers, rename, require_weights
+from .files import ConversionError
+from .segmenters import tokenizer_sides
 
 _PAD, _BOS, _EOS, _UNK = "<blank>", "<s>", "</s>", "<unk>"
 
@@ -101,11 +102,7 @@ class OpenNMTPyConverter(Converter):
 
     def __init__(self, source: Path, *, subwords: Sequence[Path] = (), allow_pickle: bool = False):
         super().__init__(source)
-        if len(subwords) > 2:
-            raise ConversionError(
-                f"--subwords takes one model, or one of the source and one of the target, not {len(subwords)}."
-            )
-        self._subwords = [Path(path) for path in subwords]
+        self._subwords = both_sides("subwords", subwords)
         self._checkpoint = _load_checkpoint(source, allow_pickle)
         self._options: dict[str, Any] = vars(self._checkpoint["opt"])
         self._foreign = _foreign_weights(self._checkpoint, source)
@@ -146,8 +143,8 @@ class OpenNMTPyConverter(Converter):
             vocab_size=len(source),
             decoder_vocab_size=len(target),
             d_model=self._foreign["encoder.layer_norm.weight"].shape[0],
-            encoder_layers=_count_layers(self._foreign, "encoder.transformer."),
-            decoder_layers=_count_layers(self._foreign, "decoder.transformer_layers."),
+            encoder_layers=count_layers(self._foreign, "encoder.transformer."),
+            decoder_layers=count_layers(self._foreign, "decoder.transformer_layers."),
             encoder_attention_heads=options.get("heads", 8),
             decoder_attention_heads=options.get("heads", 8),
             encoder_ffn_dim=self._foreign["encoder.transformer.0.feed_forward.w_1.weight"].shape[0],
@@ -176,14 +173,7 @@ class OpenNMTPyConverter(Converter):
         return rename(self._foreign, _KEYS)
 
     def tokenizer(self) -> RelPosTokenizer:
-        sides = {}
-        for index, side in enumerate(("source", "target")):
-            vocabulary = self._vocabularies[index]
-            if path := self._subword_model(index):
-                segmenter, vocabulary = load_segmenter(path, vocabulary)
-            else:
-                segmenter = whitespace_segmenter(vocabulary)
-            sides |= {f"{side}_segmenter": segmenter, f"{side}_vocabulary": vocabulary}
+        sides = tokenizer_sides(self._vocabularies, [self._subword_model(index) for index in range(2)])
         return RelPosTokenizer(**sides, unk_token=_UNK, pad_token=_PAD, eos_token=_EOS, bos_token=_BOS)
 
     def decoding(self) -> Decoding:
@@ -219,7 +209,7 @@ class OpenNMTPyConverter(Converter):
     def _subword_model(self, index: int) -> Path | None:
         """The subword model of the source (0) or the target (1); None where words were fed as they stood."""
         if self._subwords:
-            return self._subwords[min(index, len(self._subwords) - 1)]
+            return self._subwords[index]
         if not _SUBWORD_TRANSFORMS & set(self._transforms()):
             return None
         names = [self._options.get(f"{side}_subword_model") for side in ("src", "tgt")]
@@ -235,6 +225,8 @@ class OpenNMTPyConverter(Converter):
 
 
 def _load_checkpoint(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    if not path.exists():
+        raise ConversionError(f"There is no OpenNMT-py model {path}.")
     if path.is_dir():
         raise ConversionError(f"{path} is a folder; an OpenNMT-py model is a .pt file.")
     try:
@@ -246,7 +238,11 @@ def _load_checkpoint(path: Path, allow_pickle: bool) -> dict[str, Any]:
         raise ConversionError(f"The checkpoint {path} needs a package that is not installed: {error}.") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise ConversionError(f"{path} is not an OpenNMT-py checkpoint, or it is cut off.") from error
-    if not isinstance(checkpoint, dict) or not {"opt", "vocab"} <= checkpoint.keys():
+    if (
+        not isinstance(checkpoint, dict)
+        or not isinstance(checkpoint.get("opt"), argparse.Namespace)
+        or "vocab" not in checkpoint
+    ):
         raise ConversionError(f"{path} is not an OpenNMT-py checkpoint: it holds no options and vocabulary.")
     return checkpoint
 
@@ -273,9 +269,8 @@ def _foreign_weights(checkpoint: dict[str, Any], path: Path) -> dict[str, torch.
         weights = _load_safetensors(path.with_suffix(".safetensors"), path)
     for old, new in _OLD_NAMES.items():
         weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
-    for name in ("encoder.layer_norm.weight", "encoder.transformer.0.feed_forward.w_1.weight"):
-        if name not in weights:
-            raise ConversionError(f"{path} is not a Transformer of OpenNMT-py: it has no weight {name}.")
+    required = ("encoder.layer_norm.weight", "encoder.transformer.0.feed_forward.w_1.weight")
+    require_weights(weights, required, f"{path} is not a Transformer of OpenNMT-py")
     return weights
 
 
@@ -298,10 +293,6 @@ def _vocabularies(vocab: Any) -> tuple[list[str], list[str]]:
         return source, target
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConversionError("The checkpoint holds no vocabulary of source and target.") from error
-
-
-def _count_layers(weights: dict[str, torch.Tensor], prefix: str) -> int:
-    return 1 + max((int(name[len(prefix) :].split(".")[0]) for name in weights if name.startswith(prefix)), default=-1)
 
 
 def _first(rate: Any) -> float:

@@ -6,7 +6,6 @@ weights as in the tokenizer. The checkpoint does not say how the model computes:
 `model_description.py` beside it, which is read but never run. Vocabularies and tokenization are in the run's YAML file.
 """
 
-import ast
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +15,13 @@ import yaml
 
 from relpos import RelPosConfig, RelPosTokenizer
 
-from .converter import ConversionError, Converter, Decoding, KeyTable, own_names, rename
-from .segmenters import load_segmenter, sentencepiece_segmenter, whitespace_segmenter
-from .tensorflow_checkpoint import TensorFlowCheckpoint, find_checkpoint
+from .converter import Converter, Decoding, KeyTable, both_sides, count_layers, own_names, rename, require_weights
+from .files import ConversionError, read_lines, read_text
+from .opennmt_tf_description import read_description
+from .segmenters import tokenizer_sides
+from .tensorflow_checkpoint import TensorFlowCheckpoint, find_checkpoint, plain_weight
 
+_SIDES = ("source", "target")
 _SPECIAL_TOKENS = ["<blank>", "<s>", "</s>"]
 """What every vocabulary begins with: padding, start and end."""
 _UNK = "<unk>"
@@ -88,30 +90,8 @@ _ACTIVATIONS = {
 }
 """By the last two parts of the function's name; OpenNMT-tf's own `gelu` is the approximation by tanh."""
 
-# What the arguments of `opennmt.models.Transformer` are where a description does not give them, as far as they cannot be
-# told from the weights.
-_DEFAULTS = {
-    "source_inputter": "None",
-    "target_inputter": "None",
-    "dropout": "0.1",
-    "attention_dropout": "0.1",
-    "ffn_dropout": "0.1",
-    "ffn_activation": "tf.nn.relu",
-    "position_encoder_class": "SinusoidalPositionEncoder",
-}
-_RELATIVE = {"position_encoder_class": "None", "maximum_relative_position": "20"}
-_CATALOG = {
-    "Transformer": {},
-    "TransformerBase": {},
-    "TransformerBaseSharedEmbeddings": {},
-    "TransformerBig": {},
-    "TransformerBigSharedEmbeddings": {},
-    "TransformerRelative": _RELATIVE,
-    "TransformerBaseRelative": _RELATIVE,
-    "TransformerBigRelative": _RELATIVE,
-}
-"""The models that OpenNMT-tf knows by name, with what they set of these arguments."""
-
+_DECODING = {"beam_width": 4, "length_penalty": 0, "minimum_decoding_length": 0, "maximum_decoding_length": 250}
+"""OpenNMT-tf's defaults."""
 # Decoding options without a counterpart: where they are not these values, the model card says so.
 _NO_COUNTERPART = {
     "coverage_penalty": 0,
@@ -142,31 +122,27 @@ class OpenNMTTFConverter(Converter):
         vocabularies: Sequence[Path] = (),
         subwords: Sequence[Path] = (),
     ):
+        super().__init__(source)
         prefix = find_checkpoint(source)
-        self.source = source  # without the base class, which asks for a file; a checkpoint's name is that of none
-        for option, paths in (("vocabularies", vocabularies), ("subwords", subwords)):
-            if len(paths) > 2:
-                raise ConversionError(
-                    f"--{option} takes one file, or one of the source and one of the target, not {len(paths)}."
-                )
         self._config_file = Path(config) if config else None
         self._options = _read_config(self._config_file) if self._config_file else {}
-        self._subwords = [Path(path) for path in subwords]
+        self._subwords = both_sides("subwords", subwords)
         self._steps = prefix.name.rpartition("-")[2]
         self._foreign = _foreign_weights(TensorFlowCheckpoint(prefix), prefix)
         self._arguments = read_description(prefix.with_name(_DESCRIPTION))
-        paths = [Path(path) for path in vocabularies] or [self._vocabulary_path(side) for side in ("source", "target")]
-        self._vocabularies = [read_vocabulary(path) for path in (paths[0], paths[-1])]
+        named = both_sides("vocabularies", vocabularies)
+        paths = named or [self._vocabulary_path(side) for side in _SIDES]
+        self._vocabularies = [read_vocabulary(path) for path in paths]
 
     def obstacles(self) -> list[str]:
         found = [f"{name} (RelPos has no place for it)" for name in self._foreign if own_names(name, _KEYS) is None]
         if not any(name.endswith(".relative_position_keys") for name in self._foreign):
             found.append("maximum_relative_position=None (no relative positions)")
         found += _obstacles_of_description(self._arguments)
-        controls = self._data.get("target_sequence_controls")
+        controls = self._section("target_sequence_controls")
         if controls and not (controls.get("start") and controls.get("end")):
             found.append(f"target_sequence_controls={controls} (targets without a start or an end token)")
-        for side in ("source", "target"):
+        for side in _SIDES:
             reason = None if self._subwords else _obstacle_of_tokenization(*self._tokenization(side))
             if reason:
                 found.append(f"{side}_tokenization={reason}")
@@ -181,8 +157,8 @@ class OpenNMTTFConverter(Converter):
             vocab_size=len(self._vocabularies[0]),
             decoder_vocab_size=len(self._vocabularies[1]),
             d_model=d_model,
-            encoder_layers=_count_layers(weights, "encoder.layers."),
-            decoder_layers=_count_layers(weights, "decoder.layers."),
+            encoder_layers=count_layers(weights, "encoder.layers."),
+            decoder_layers=count_layers(weights, "decoder.layers."),
             encoder_attention_heads=heads,
             decoder_attention_heads=heads,
             encoder_ffn_dim=weights["encoder.layers.0.ffn.layer.inner.bias"].shape[0],
@@ -227,19 +203,10 @@ class OpenNMTTFConverter(Converter):
         return torch.cat([rows[:_UNK_ID], rows[-1:], rows[_UNK_ID:-1]])
 
     def tokenizer(self) -> RelPosTokenizer:
-        sides = {}
-        for index, side in enumerate(("source", "target")):
-            vocabulary = self._vocabularies[index]
-            if self._subwords:
-                segmenter, vocabulary = load_segmenter(self._subwords[min(index, len(self._subwords) - 1)], vocabulary)
-            elif path := _sentencepiece_path(*self._tokenization(side)):
-                segmenter = sentencepiece_segmenter(self._locate(path))
-            else:
-                segmenter = whitespace_segmenter(vocabulary)
-            sides |= {f"{side}_segmenter": segmenter, f"{side}_vocabulary": vocabulary}
-        controls = self._data.get("source_sequence_controls") or {}
+        subwords = self._subwords or [self._named_subwords(side) for side in _SIDES]
+        controls = self._section("source_sequence_controls")
         return RelPosTokenizer(
-            **sides,
+            **tokenizer_sides(self._vocabularies, subwords),
             add_source_bos=bool(controls.get("start")),
             add_source_eos=bool(controls.get("end")),
             unk_token=_UNK,
@@ -251,11 +218,10 @@ class OpenNMTTFConverter(Converter):
     def decoding(self) -> Decoding:
         """What the YAML file says, and OpenNMT-tf's defaults for what it does not."""
         params = self._options.get("params") or {}
-        beams, penalty = params.get("beam_width", 4), params.get("length_penalty", 0)
-        longest = params.get("maximum_decoding_length", 250)
+        beams, penalty, shortest, longest = (_number_of(params, name, default) for name, default in _DECODING.items())
         settings = {"num_beams": beams, "length_penalty": float(penalty), "max_length": longest + 1}  # with the start
-        if params.get("minimum_decoding_length"):
-            settings["min_new_tokens"] = params["minimum_decoding_length"]
+        if shortest:
+            settings["min_new_tokens"] = shortest
         notes = [_explain_penalty(penalty)]
         if "beam_width" not in params:
             notes.append("The beam of 4 is what OpenNMT-tf's --auto_config sets; no configuration said otherwise.")
@@ -264,7 +230,7 @@ class OpenNMTTFConverter(Converter):
             for name, default in _NO_COUNTERPART.items()
             if params.get(name, default) != default
         ]
-        if not self._subwords and any(not self._tokenization(side)[0] for side in ("source", "target")):
+        if not self._subwords and any(not self._tokenization(side)[0] for side in _SIDES):
             notes.append("The text must come tokenized as in training, with spaces between the tokens.")
         return Decoding(settings, tuple(notes))
 
@@ -275,15 +241,32 @@ class OpenNMTTFConverter(Converter):
     def _data(self) -> dict[str, Any]:
         return self._options.get("data") or {}
 
+    def _section(self, name: str) -> dict[str, Any]:
+        """An entry of the configuration's data that has names and values of its own; empty where there is none."""
+        section = self._data.get(name) or {}
+        if not isinstance(section, dict):
+            raise ConversionError(
+                f"The entry {name} of the configuration {self._config_file} must hold names with values."
+            )
+        return section
+
     def _tokenization(self, side: str) -> tuple[str, dict[str, Any]]:
         """Kind and parameters of the tokenizer of a side; no kind where the text is split at spaces."""
-        config = self._data.get(f"{side}_tokenization") or {}
+        name = f"{side}_tokenization"
+        config = self._data.get(name)
         if isinstance(config, str):
             is_json = config.lstrip().startswith("{")
-            config = _parse_config(config, f"{side}_tokenization") if is_json else _read_config(self._locate(config))
+            config = _parse_config(config, name) if is_json else _read_config(self._locate(config))
+        else:
+            config = self._section(name)
         if not config:
             return "", {}
         return (config["type"], config.get("params") or {}) if config.get("type") else ("OpenNMTTokenizer", config)
+
+    def _named_subwords(self, side: str) -> Path | None:
+        """The SentencePiece model that the configuration names for a side; None where it splits text at spaces."""
+        path = _sentencepiece_path(*self._tokenization(side))
+        return self._locate(str(path)) if path else None
 
     def _vocabulary_path(self, side: str) -> Path:
         name = self._data.get(f"{side}_vocabulary")
@@ -292,14 +275,12 @@ class OpenNMTTFConverter(Converter):
                 f"The {side} vocabulary of {self.source} is not known: name the run's YAML file with --config, or the "
                 "files of the vocabularies with --vocabularies."
             )
-        return self._locate(name)
+        return self._locate(str(name))
 
     def _locate(self, name: str) -> Path:
         """A file that the configuration names: from its folder, from here, or beside it or the checkpoint."""
-        folders = [self._config_file.parent] if self._config_file else []
-        candidates = [*(folder / name for folder in folders), Path(name), *(f / Path(name).name for f in folders)]
-        candidates.append((self.source if self.source.is_dir() else self.source.parent) / Path(name).name)
-        for path in candidates:
+        folder, run = self._config_file.parent, self.source if self.source.is_dir() else self.source.parent
+        for path in (folder / name, Path(name), folder / Path(name).name, run / Path(name).name):
             if path.is_file():
                 return path
         raise ConversionError(f"The configuration names the file {name}, which is not beside it.")
@@ -340,12 +321,20 @@ def _sentencepiece_path(kind: str, params: dict[str, Any]) -> str | None:
     return params.get("sp_model_path") if alone else None
 
 
+def _number_of(params: dict[str, Any], name: str, default: float) -> float:
+    value = params.get(name, default)
+    if not isinstance(value, int | float):
+        raise ConversionError(f"The configuration says {name}={value!r}, which must be a number.")
+    return value
+
+
 def _explain_penalty(penalty: float) -> str:
     if not penalty:
         return "OpenNMT-tf's search ranks by the sum of log-probabilities, as `length_penalty=0.0` does here."
     return (
         f"The length penalty {penalty} of OpenNMT-tf divides by ((5 + length) / 6)^{penalty} and the one of `generate` by "
-        f"length^{penalty}: the number was kept, but long translations are favoured more here."
+        f"length^{penalty}: the number was kept, but long translations are favoured more here. `relpos translate "
+        f"--gnmt-penalty {penalty}` ranks by the former."
     )
 
 
@@ -353,16 +342,11 @@ def _foreign_weights(checkpoint: TensorFlowCheckpoint, prefix: Path) -> dict[str
     """Weights by their names in the model: dots for slashes, weight and bias, [output, input]."""
     weights = {}
     for name in checkpoint:
-        if not name.startswith("model/") or "/.OPTIMIZER_SLOT/" in name:
-            continue
-        module, _, parameter = name[len("model/") :].removesuffix(_VARIABLE).replace("/", ".").rpartition(".")
-        tensor = checkpoint[name]
-        weights[f"{module}.{_PARAMETERS.get(parameter, parameter)}"] = (
-            tensor.t() if parameter == "kernel" and tensor.dim() == 2 else tensor
-        )
-    for name in (_SOURCE_EMBEDDING, "encoder.layers.0.ffn.layer.inner.bias", "decoder.layers.0.ffn.layer.inner.bias"):
-        if name not in weights:
-            raise ConversionError(f"{prefix} is not a Transformer of OpenNMT-tf 2: it has no weight {name}.")
+        if name.startswith("model/") and "/.OPTIMIZER_SLOT/" not in name:
+            path = name.removeprefix("model/").removesuffix(_VARIABLE)
+            weights |= plain_weight(path, checkpoint[name], _PARAMETERS)
+    required = (_SOURCE_EMBEDDING, "encoder.layers.0.ffn.layer.inner.bias", "decoder.layers.0.ffn.layer.inner.bias")
+    require_weights(weights, required, f"{prefix} is not a Transformer of OpenNMT-tf 2")
     return weights
 
 
@@ -370,77 +354,14 @@ def read_vocabulary(path: Path) -> list[str]:
     """Tokens of a vocabulary file, one a line, with `<unk>` at its id here.
 
     Raises:
-        ConversionError: There is no such file, it does not begin with the special tokens, or holds a token twice.
+        ConversionError: There is no such file, it does not begin with the special tokens, or holds `<unk>`.
     """
-    try:
-        tokens = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise ConversionError(f"The vocabulary {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"The vocabulary {path} is not UTF-8 ({error.reason}).") from error
-    tokens = [token.rstrip("\r") for token in tokens]
+    tokens = read_lines(path, "vocabulary")
     if tokens[:_UNK_ID] != _SPECIAL_TOKENS:
         raise ConversionError(f"The vocabulary {path} must begin with {', '.join(_SPECIAL_TOKENS)}, a line each.")
-    tokens.insert(_UNK_ID, _UNK)
-    if len(set(tokens)) < len(tokens):
-        seen: set[str] = set()
-        twice = next(token for token in tokens if token in seen or seen.add(token))
-        raise ConversionError(
-            f"The vocabulary {path} holds {twice!r} twice, or it is {_UNK}, which has an id of its own."
-        )
-    return tokens
-
-
-def read_description(path: Path) -> dict[str, str]:
-    """The arguments of the Transformer that a `model_description.py` builds, as they are written; the file is not run.
-
-    It may call `opennmt.models.Transformer`, subclass it and call `super().__init__`, or name a model of the catalog.
-
-    Returns:
-        The arguments of `_DEFAULTS`, and any others that are given.
-
-    Raises:
-        ConversionError: There is no such file, or it builds no Transformer, several, or one by arguments that cannot be
-            told by reading.
-    """
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConversionError(
-            f"The file {path}, which says how the model computes, cannot be read: {error.strerror}."
-        ) from error
-    except (SyntaxError, ValueError) as error:
-        raise ConversionError(f"The file {path} is not a Python file, or it is cut off.") from error
-    for node in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
-        methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-        if methods - {"__init__", "auto_config"}:
-            raise ConversionError(
-                f"The class {node.name} in {path} has methods of its own, which may compute otherwise."
-            )
-    calls = [call for node in ast.walk(tree) if (call := _model_call(node)) is not None]
-    if len(calls) != 1:
-        raise ConversionError(
-            f"The file {path} must build one Transformer of OpenNMT-tf; found {len(calls) or 'none'}."
-        )
-    arguments = _DEFAULTS | calls[0]
-    if "?" in arguments:
-        raise ConversionError(f"The arguments of the Transformer in {path} cannot be told without running it.")
-    return arguments
-
-
-def _model_call(node: ast.AST) -> dict[str, str] | None:
-    """The arguments that a call gives to a Transformer, "?" for those that are not spelled out; None for other nodes."""
-    if not isinstance(node, ast.Call):
-        return None
-    name = ast.unparse(node.func).rpartition(".")[2]
-    if name == "get_model_from_catalog" and node.args and isinstance(node.args[0], ast.Constant):
-        return _CATALOG.get(node.args[0].value)
-    if name in _CATALOG and name != "Transformer":
-        return _CATALOG[name]
-    if name != "Transformer" and ast.unparse(node.func) != "super().__init__":
-        return None
-    arguments = {keyword.arg or "?": ast.unparse(keyword.value) for keyword in node.keywords}
-    return arguments | dict(zip(("source_inputter", "target_inputter", "?"), map(ast.unparse, node.args)))
+    if _UNK in tokens:
+        raise ConversionError(f"The vocabulary {path} holds {_UNK}, which has an id of its own.")
+    return [*_SPECIAL_TOKENS, _UNK, *tokens[_UNK_ID:]]
 
 
 def _activation(function: str) -> str | None:
@@ -456,13 +377,7 @@ def _number(text: str) -> float | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConversionError(f"The configuration {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"The configuration {path} is not UTF-8 ({error.reason}).") from error
-    return _parse_config(text, str(path))
+    return _parse_config(read_text(path, "configuration"), str(path))
 
 
 def _parse_config(text: str, name: str) -> dict[str, Any]:
@@ -476,7 +391,3 @@ def _parse_config(text: str, name: str) -> dict[str, Any]:
         if not isinstance(config.get(section) or {}, dict):
             raise ConversionError(f"The section {section} of the configuration {name} must hold names with values.")
     return config
-
-
-def _count_layers(weights: dict[str, torch.Tensor], prefix: str) -> int:
-    return 1 + max((int(name[len(prefix) :].split(".")[0]) for name in weights if name.startswith(prefix)), default=-1)

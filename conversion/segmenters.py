@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from relpos.training.subwords import load_sentencepiece
 
-from .converter import ConversionError
+from .files import ConversionError, read_text
 
 SPECIAL_TOKENS = ("<unk>", "<blank>", "<pad>", "<s>", "</s>")
 """How toolkits write the tokens that stand for no text."""
@@ -83,16 +83,35 @@ def whitespace_segmenter(vocabulary: Sequence[str]) -> Tokenizer:
     return segmenter
 
 
+def tokenizer_sides(
+    vocabularies: Sequence[Sequence[str]], subwords: Sequence[Path | None] | None
+) -> dict[str, Tokenizer | list[str]]:
+    """Subword models and vocabularies of source and target, as `RelPosTokenizer` takes them.
+
+    Args:
+        vocabularies: The toolkit's pieces of both sides in the order of their ids.
+        subwords: The subword model of each side; None where words come as they stand.
+
+    Raises:
+        ConversionError: A subword model cannot be read.
+    """
+    sides: dict[str, Tokenizer | list[str]] = {}
+    for side, vocabulary, path in zip(("source", "target"), vocabularies, subwords or (None, None)):
+        if path:
+            segmenter, vocabulary = load_segmenter(path, vocabulary)
+        else:
+            segmenter = whitespace_segmenter(vocabulary)
+        sides |= {f"{side}_segmenter": segmenter, f"{side}_vocabulary": list(vocabulary)}
+    return sides
+
+
 def looks_segmented(vocabulary: Sequence[str]) -> bool:
     """Whether a vocabulary holds pieces of a subword model: SentencePiece's U+2581 or subword-nmt's "@@"."""
     return any("\u2581" in token or token.endswith("@@") for token in vocabulary)
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"The BPE codes {path} are not UTF-8 ({error.reason}).") from error
+    lines = read_text(path, "BPE codes file").rstrip("\n").split("\n")
     if lines[0].split() != ["#version:", "0.2"]:
         raise ConversionError(f"The BPE codes {path} must begin with '#version: 0.2', not with {lines[0]!r}.")
     merges = [tuple(line.strip("\r\n ").split(" ")) for line in lines[1:]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from .converter import ConversionError
+from .files import ConversionError
 
 _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6

@@ -6,7 +6,6 @@ output layer, which may share the table, has a row for it. Source embeddings, ta
 therefore three tables here. Versions before 1.4.3 have a table of relative positions per head, later ones share it.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ import torch
 
 from relpos import RelPosConfig, RelPosSubwordTextTokenizer
 
-from .converter import ConversionError, Converter, Decoding, KeyTable, own_names, rename
-from .tensorflow_checkpoint import TensorFlowCheckpoint, find_checkpoint
+from .converter import Converter, Decoding, KeyTable, both_sides, count_layers, own_names, rename, require_weights
+from .files import ConversionError, read_json, read_lines
+from .tensorflow_checkpoint import TensorFlowCheckpoint, find_checkpoint, plain_weight
 
 _PAD_ID, _EOS_ID = 0, 1
 _SPECIAL_TOKENS = ["<pad>_", "<EOS>_"]
@@ -102,20 +102,16 @@ class Tensor2TensorConverter(Converter):
     toolkit: ClassVar[str] = "tensor2tensor"
 
     def __init__(self, source: Path, *, vocabularies: Sequence[Path] = ()):
+        super().__init__(source)
         prefix = find_checkpoint(source)
-        self.source = source  # without the base class, which asks for a file; a checkpoint's name is that of none
-        if len(vocabularies) > 2:
-            raise ConversionError(
-                f"--vocabularies takes one file, or one of the source and one of the target, not {len(vocabularies)}."
-            )
         self._steps = prefix.name.rpartition("-")[2]
         self._options = _read_options(prefix.with_name("hparams.json"))
         checkpoint = TensorFlowCheckpoint(prefix)
         self._embeddings = _read_embeddings(checkpoint, prefix)
         self._foreign = _foreign_weights(checkpoint, prefix)
         self._space = self._foreign.pop(_TARGET_SPACE, None)
-        paths = [Path(path) for path in vocabularies] or [_find_vocabulary(prefix.parent)]
-        self._vocabularies = [read_vocabulary(path) for path in (paths[0], paths[-1])]
+        paths = both_sides("vocabularies", vocabularies) or [_find_vocabulary(prefix.parent)] * 2
+        self._vocabularies = [read_vocabulary(path) for path in paths]
 
     def obstacles(self) -> list[str]:
         options = self._options
@@ -146,8 +142,8 @@ class Tensor2TensorConverter(Converter):
             vocab_size=source,
             decoder_vocab_size=self._embeddings["target"].shape[0],
             d_model=d_model,
-            encoder_layers=_count_layers(weights, "encoder.layer_"),
-            decoder_layers=_count_layers(weights, "decoder.layer_"),
+            encoder_layers=count_layers(weights, "encoder.layer_"),
+            decoder_layers=count_layers(weights, "decoder.layer_"),
             encoder_attention_heads=heads,
             decoder_attention_heads=heads,
             encoder_ffn_dim=weights["encoder.layer_0.ffn.conv1.weight"].shape[0],
@@ -205,8 +201,9 @@ class Tensor2TensorConverter(Converter):
             (
                 "tensor2tensor keeps no decoding options in a checkpoint. The saved ones are the defaults of its decoder: "
                 "4 beams and alpha 0.6. It divides a log-probability by ((5 + length) / 6)^0.6 and `generate` by "
-                "length^0.6: the number was kept, but long translations are favoured more here. It stops 50 tokens "
-                "behind the length of the source, and the saved `max_length` is 256.",
+                "length^0.6: the number was kept, but long translations are favoured more here. `relpos "
+                "translate --gnmt-penalty 0.6` ranks by the former. It stops 50 tokens behind the length of the source, and the "
+                "saved `max_length` is 256.",
                 "tensor2tensor's `target_space_embedding` is part of the source embeddings here (its row 0, GENERIC).",
             ),
         )
@@ -232,14 +229,7 @@ class Tensor2TensorConverter(Converter):
 
 def _read_options(path: Path) -> dict[str, Any]:
     """The hyperparameters of a training."""
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConversionError(
-            f"The file {path}, which says how the model computes, cannot be read: {error.strerror}."
-        ) from error
-    except ValueError as error:
-        raise ConversionError(f"The file {path} is not JSON, or it is cut off: {error}.") from error
+    options = read_json(path, "hyperparameters")
     if not isinstance(options, dict) or not isinstance(options.get("num_heads"), int):
         raise ConversionError(f"The file {path} must hold the hyperparameters of a Transformer, num_heads among them.")
     return options
@@ -271,14 +261,9 @@ def _foreign_weights(checkpoint: TensorFlowCheckpoint, prefix: Path) -> dict[str
     weights = {}
     for name in checkpoint:
         if name.startswith(_BODY) and not name.endswith(_SLOTS):
-            module, _, parameter = name[len(_BODY) :].replace("/", ".").rpartition(".")
-            tensor = checkpoint[name]
-            weights[f"{module}.{_PARAMETERS.get(parameter, parameter)}"] = (
-                tensor.t() if parameter == "kernel" and tensor.dim() == 2 else tensor
-            )
-    for name in ("encoder.layer_0.ffn.conv1.weight", "decoder.layer_0.ffn.conv1.weight"):
-        if name not in weights:
-            raise ConversionError(f"{prefix} is not a Transformer of tensor2tensor: it has no weight {name}.")
+            weights |= plain_weight(name.removeprefix(_BODY), checkpoint[name], _PARAMETERS)
+    required = ("encoder.layer_0.ffn.conv1.weight", "decoder.layer_0.ffn.conv1.weight")
+    require_weights(weights, required, f"{prefix} is not a Transformer of tensor2tensor")
     return weights
 
 
@@ -297,35 +282,20 @@ def read_vocabulary(path: Path) -> list[str]:
     """Pieces of a subword vocabulary file, one a line, most in quotation marks.
 
     Raises:
-        ConversionError: There is no such file, it does not begin with the special tokens, or holds a piece twice.
+        ConversionError: There is no such file, or it does not begin with the special tokens.
     """
-    try:
-        lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise ConversionError(f"The vocabulary {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"The vocabulary {path} is not UTF-8 ({error.reason}).") from error
-    pieces = [_unquote(line.rstrip()) for line in lines]
+    pieces = [_unquote(line.rstrip()) for line in read_lines(path, "vocabulary")]
     if pieces[: len(_SPECIAL_TOKENS)] != _SPECIAL_TOKENS:
         raise ConversionError(
             f"The vocabulary {path} must begin with {' and '.join(_SPECIAL_TOKENS)}: only tensor2tensor's vocabularies of "
             "subwords are read."
         )
-    if len(set(pieces)) < len(pieces):
-        seen: set[str] = set()
-        twice = next(piece for piece in pieces if piece in seen or seen.add(piece))
-        raise ConversionError(f"The vocabulary {path} holds {twice!r} twice.")
     return pieces
 
 
 def _unquote(line: str) -> str:
     quoted = any(line.startswith(mark) and line.endswith(mark) for mark in "'\"")
     return line[1:-1] if quoted else line
-
-
-def _count_layers(weights: dict[str, torch.Tensor], prefix: str) -> int:
-    numbers = [name[len(prefix) :].split(".")[0] for name in weights if name.startswith(prefix)]
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
 __all__ = ["Tensor2TensorConverter", "read_vocabulary"]

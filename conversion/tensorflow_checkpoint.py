@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .converter import ConversionError
+from .files import ConversionError
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER_SIZE = 48
@@ -138,6 +138,22 @@ def find_checkpoint(source: Path) -> Path:
         raise ConversionError(f"The folder {source} holds no checkpoint (a file that ends in .index).")
     names = ", ".join(path.name for path in found)
     raise ConversionError(f"The folder {source} holds the checkpoints {names}; name the one to convert.")
+
+
+def plain_weight(path: str, tensor: torch.Tensor, parameters: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """A variable as PyTorch has it: dots for slashes, and kernels as [output, input].
+
+    Args:
+        path: The variable's name without what all names have in common.
+        tensor: Its value.
+        parameters: The toolkit's names of weights and biases, and PyTorch's.
+
+    Returns:
+        The one name with the one value.
+    """
+    module, _, parameter = path.replace("/", ".").rpartition(".")
+    is_kernel = parameter == "kernel" and tensor.dim() == 2
+    return {f"{module}.{parameters.get(parameter, parameter)}": tensor.t() if is_kernel else tensor}
 
 
 def _latest(state: Path) -> Path | None:
@@ -311,4 +327,4 @@ def mask_checksum(checksum: int) -> int:
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-__all__ = ["TensorFlowCheckpoint", "crc32c", "find_checkpoint", "mask_checksum"]
+__all__ = ["TensorFlowCheckpoint", "crc32c", "find_checkpoint", "mask_checksum", "plain_weight"]

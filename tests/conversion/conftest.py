@@ -35,7 +35,9 @@ def compare_with_answers():
 @torch.inference_mode()
 def compare(model, tokenizer, folder):
     result = Comparison()
-    for sentence in json.loads((folder / "answers.json").read_text(encoding="utf-8"))["sentences"]:
+    sentences = json.loads((folder / "answers.json").read_text(encoding="utf-8"))["sentences"]
+    greedy, beam = (search(model, tokenizer, sentences, beams=beams) for beams in (1, 4))
+    for sentence, greedy_ids, best_ids in zip(sentences, greedy, beam, strict=True):
         batch = tokenizer(sentence["source"], text_target=sentence["target"], return_tensors="pt")
         labels = batch.pop("labels")
         assert batch["input_ids"][0].tolist() == sentence["source_ids"]
@@ -46,15 +48,14 @@ def compare(model, tokenizer, folder):
             score = token_log_probs(model, batch, torch.tensor([hypothesis["ids"]])).sum().item()
             per_token = abs(score - hypothesis["score"]) / len(hypothesis["ids"])
             result.rescored_per_token = max(result.rescored_per_token, per_token)
-        greedy, peer = search(model, batch, beams=1), sentence["beam_1"][0]
-        if greedy != peer["ids"]:
-            result.greedy_differs.append((greedy, peer["ids"]))
-        if tokenizer.decode(greedy, skip_special_tokens=True) != peer["text"]:
-            result.greedy_text_differs.append((tokenizer.decode(greedy, skip_special_tokens=True), peer["text"]))
-        best = search(model, batch, beams=4)
-        if best != sentence["beam_4"][0]["ids"]:
-            score = token_log_probs(model, batch, torch.tensor([best])).sum().item()
-            result.beam_differs.append((best, score, sentence["beam_4"][0]))
+        peer, text = sentence["beam_1"][0], tokenizer.decode(greedy_ids, skip_special_tokens=True)
+        if greedy_ids != peer["ids"]:
+            result.greedy_differs.append((greedy_ids, peer["ids"]))
+        if text != peer["text"]:
+            result.greedy_text_differs.append((text, peer["text"]))
+        if best_ids != sentence["beam_4"][0]["ids"]:
+            score = token_log_probs(model, batch, torch.tensor([best_ids])).sum().item()
+            result.beam_differs.append((best_ids, score, sentence["beam_4"][0]))
     return result
 
 
@@ -63,11 +64,14 @@ def token_log_probs(model, batch, labels):
     return model(**batch, labels=labels).logits.log_softmax(-1).gather(2, labels[..., None])[0, :, 0]
 
 
-def search(model, batch, *, beams):
-    """The best hypothesis without the start token."""
+def search(model, tokenizer, sentences, *, beams):
+    """The best hypothesis of every sentence, with the end token where it has one, without the start token."""
+    batch = tokenizer([sentence["source"] for sentence in sentences], padding=True, return_tensors="pt")
     options = {"length_penalty": 0.0, "early_stopping": False} if beams > 1 else {"length_penalty": None}
-    output = model.generate(**batch, num_beams=beams, do_sample=False, max_new_tokens=100, **options)
-    return output[0, 1:].tolist()
+    outputs = model.generate(**batch, num_beams=beams, do_sample=False, max_new_tokens=100, **options)
+    rows = outputs[:, 1:].tolist()
+    ends = [row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
 @pytest.fixture(scope="session")

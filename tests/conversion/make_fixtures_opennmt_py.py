@@ -2,9 +2,9 @@
 
     python make_fixtures_opennmt_py.py DATA OUT
 
-DATA holds train.en, train.de, test.en and test.de (the bundled corpus, as test_opennmt_py_peer.py writes it). OUT gets a
+DATA holds train.en, train.de, test.en and test.de (the bundled corpus, as test_peers.py writes it). OUT gets a
 folder per model with the checkpoint, the subword models and answers.json. Each training takes about a minute. The
-environment: OpenNMT-py==3.5.1 without its dependencies, torch==2.13.0, and what PEER_PACKAGES in that test names.
+environment: OpenNMT-py==3.5.1 without its dependencies, torch==2.13.0, and what ENVIRONMENTS in that test names.
 """
 
 import argparse

@@ -2,17 +2,19 @@
 
     python make_fixtures_opennmt_tf.py DATA OUT
 
-DATA holds train.en, train.de, test.en and test.de (the bundled corpus, as test_opennmt_tf.py writes it). OUT gets a folder
+DATA holds train.en, train.de, test.en and test.de (the bundled corpus, as test_peers.py writes it). OUT gets a folder
 per model with the run's folder, its configuration, the subword models, vocabularies and answers.json. Each training takes
-about a minute of an idle core. The environment: what PEER_PACKAGES in that test names.
+about a minute of an idle core. The environment: what ENVIRONMENTS in that test names.
 """
 
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -168,10 +170,10 @@ def train(data: Path, config: dict) -> None:
         Path("run").mkdir()
         for path in [source / "checkpoint", *source.glob(f"ckpt-{STEPS}.*")]:
             shutil.copy(path, "run")
-        forget_paths(Path("run/checkpoint"))
     else:
         model = load(config, source)
         opennmt.utils.checkpoint.Checkpoint(model, model_dir="run").save(STEPS)
+    forget_paths(Path("run/checkpoint"))
     Path("model.py").rename("run/model_description.py")
 
 
@@ -213,7 +215,10 @@ def answers(data: Path, config: dict) -> dict:
                 "source_ids": renumber(features["ids"][0].numpy().tolist(), model.features_inputter),
                 "target_ids": renumber(target_ids, model.labels_inputter),
                 "log_probs": teacher_forced(features, labels).numpy().tolist(),
-                **{f"beam_{beams}": hypotheses(searches[beams](features), model) for beams in searches},
+                **{
+                    f"beam_{beams}": hypotheses(search(features), model, partial(teacher_forced, features))
+                    for beams, search in searches.items()
+                },
             }
         )
         if len(sentences) == SENTENCES:
@@ -240,15 +245,21 @@ def search_function(model, beams: int):
     return search
 
 
-def hypotheses(predictions: dict, model) -> list[dict]:
-    """Hypotheses of a search, best first: ids with the end token, sum of log-probabilities, text."""
+def hypotheses(predictions: dict, model, score) -> list[dict]:
+    """Hypotheses of a search, best first: ids with the end token, sum of log-probabilities, text.
+
+    The sum is that of the model, teacher-forced. The search reports another where an ended hypothesis changed its place in
+    the beam: `dynamic_decode` then gives it the sum of the hypothesis that stood there.
+    """
     inputter, found = model.labels_inputter, []
-    for tokens, length, score in zip(*(predictions[name][0].numpy() for name in ("tokens", "length", "log_probs"))):
+    for tokens, length in zip(predictions["tokens"][0].numpy(), predictions["length"][0].numpy()):
         pieces = tokens[:length].tolist()
         ids = inputter.tokens_to_ids.lookup(tf.constant(pieces, dtype=tf.string)).numpy().tolist()
-        text = inputter.tokenizer.detokenize([piece.decode() for piece in pieces]).replace("@@ ", "")
-        ended = [] if length == LONGEST_OUTPUT else [opennmt.END_OF_SENTENCE_ID]
-        found.append({"ids": renumber(ids + ended, inputter), "score": float(score), "text": text})
+        ids += [] if length == LONGEST_OUTPUT else [opennmt.END_OF_SENTENCE_ID]
+        labels = {"ids": [opennmt.START_OF_SENTENCE_ID, *ids[:-1]], "ids_out": ids, "length": len(ids)}
+        log_probs = score(batched({name: tf.constant(value, tf.int64) for name, value in labels.items()}))
+        text = re.sub("@@( |$)", "", inputter.tokenizer.detokenize([piece.decode() for piece in pieces]))
+        found.append({"ids": renumber(ids, inputter), "score": float(tf.reduce_sum(log_probs)), "text": text})
     return found
 
 

@@ -2,14 +2,14 @@
 
     python make_fixtures_tensor2tensor.py DATA OUT
 
-DATA holds train.en, train.de, test.en and test.de (the bundled corpus, as test_tensor2tensor.py writes it). OUT gets:
+DATA holds train.en, train.de, test.en and test.de (the bundled corpus, as test_peers.py writes it). OUT gets:
 
 - attention.json: its attention functions on random numbers;
 - a folder per model: the training's hparams.json and checkpoint, the vocabularies, answers.json (ids, teacher-forced
   log-probabilities, greedy and beam outputs) and texts.json (ids of all sorts of text);
 - types: a TensorFlow checkpoint with a tensor of every type, in two data files, and values.json.
 
-The environment: what PEER_PACKAGES in that test names. It is not all that tensor2tensor asks for, so the packages of its
+The environment: what ENVIRONMENTS in that test names. It is not all that tensor2tensor asks for, so the packages of its
 other models, which import everything, are left alone.
 """
 
@@ -34,10 +34,12 @@ sys.modules[_models.__name__] = _models
 from tensor2tensor.data_generators import problem_hparams, text_encoder, tokenizer  # noqa: E402
 from tensor2tensor.layers import common_attention  # noqa: E402
 from tensor2tensor.models import transformer  # noqa: E402
+from tensor2tensor.utils import beam_search  # noqa: E402
 
-STEPS = 300
+STEPS = 800
 SENTENCES = 50
 LONGEST = 40  # tokens; the answers stay small
+LONGEST_OUTPUT = 100
 TRAINED_ON = 4000  # pairs
 MIN_COUNT = 150  # of a piece
 MODELS = {
@@ -191,6 +193,7 @@ def make_hparams(options: dict, vocab_sizes: list[int]):
     hparams = transformer.transformer_relative_tiny()
     hparams.override_from_dict({"max_relative_position": 5, "num_heads": 4, **options})
     hparams.problem_hparams = problem_hparams.test_problem_hparams(*vocab_sizes, hparams)
+    hparams.problem_hparams.stop_at_eos = 1  # as text problems have it
     return hparams
 
 
@@ -207,7 +210,7 @@ def train(session, hparams, features: dict, pairs: list, folder: Path) -> None:
     """A few hundred updates of Adam, and a checkpoint with all variables, as tensor2tensor's trainer leaves it."""
     tf.set_random_seed(1)
     with tf.variable_scope("", reuse=tf.AUTO_REUSE):
-        _, losses = transformer.Transformer(hparams, tf.estimator.ModeKeys.TRAIN, hparams.problem_hparams)(features)
+        _, losses = build(hparams, tf.estimator.ModeKeys.TRAIN)(dict(features))
     step = tf.train.get_or_create_global_step()
     update = tf.train.AdamOptimizer(3e-3).minimize(sum(losses.values()), global_step=step)
     session.run(tf.global_variables_initializer())
@@ -233,28 +236,36 @@ def pad(sequences) -> np.ndarray:
     return np.array([[*ids, *[0] * (longest - len(ids))] for ids in sequences])[:, :, None, None]
 
 
-def answers(session, hparams, features: dict, encoders: list, data: Path) -> list[dict]:
-    def model(mode):
-        return transformer.Transformer(hparams, mode, hparams.problem_hparams)
+def build(hparams, mode):
+    """A model under the names that it has in a graph of its own."""
+    return transformer.Transformer(hparams, mode, hparams.problem_hparams, _scope="transformer", _reuse=tf.AUTO_REUSE)
 
-    with tf.variable_scope("", reuse=True):
-        logits, _ = model(tf.estimator.ModeKeys.EVAL)(features)
+
+def build_search(hparams, features: dict, room: tf.Tensor, beams: int) -> dict:
+    """Ids and sums of log-probabilities of the best hypotheses of a search without length penalty; one beam is greedy."""
+    model = build(hparams, tf.estimator.ModeKeys.PREDICT)
+    sources = {name: features[name] for name in ("inputs", "target_space_id")}
+    found = model.infer(sources, decode_length=room, beam_size=beams, top_beams=beams, alpha=0.0)
+    if beams > 1:
+        return {"outputs": found["outputs"][0], "scores": found["scores"][0]}
+    ids = found["outputs"][:, :, 0, 0]
+    log_probs = tf.nn.log_softmax(found["logits"][:, :, 0, 0])
+    return {"outputs": ids, "scores": tf.reduce_sum(tf.gather(log_probs, ids, batch_dims=2), axis=1)}
+
+
+def answers(session, hparams, features: dict, encoders: list, data: Path) -> list[dict]:
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        logits, _ = build(hparams, tf.estimator.ModeKeys.EVAL)(dict(features))
         log_probs = tf.nn.log_softmax(logits[0, :, 0, 0])
         room = tf.placeholder(tf.int32, [])  # beyond the length of the source
-        sources = {"inputs": features["inputs"], "target_space_id": features["target_space_id"], "decode_length": room}
-        searches = {
-            beams: model(tf.estimator.ModeKeys.PREDICT).infer(
-                dict(sources), beam_size=beams, top_beams=beams, alpha=0.0
-            )
-            for beams in (1, 4)
-        }
+        searches = {f"beam_{beams}": build_search(hparams, features, room, beams) for beams in (1, 4)}
     sentences = []
     for pair in read_pairs(data, "test")[::7]:
         source, target = encode(encoders, pair)
         if max(len(source), len(target)) > LONGEST:
             continue
-        feed = {features["inputs"]: pad([source]), features["targets"]: pad([target]), room: 100 - len(source)}
-        found = session.run({"log_probs": log_probs, **{f"beam_{beams}": searches[beams] for beams in (1, 4)}}, feed)
+        feed = {features["inputs"]: pad([source]), features["targets"]: pad([target])}
+        found = session.run({"log_probs": log_probs, **searches}, {**feed, room: LONGEST_OUTPUT - len(source)})
         sentences.append(
             {
                 "source": pair[0],
@@ -262,7 +273,7 @@ def answers(session, hparams, features: dict, encoders: list, data: Path) -> lis
                 "source_ids": source,
                 "target_ids": [0, *target],
                 "log_probs": found["log_probs"][range(len(target)), target].tolist(),
-                **{f"beam_{beams}": hypotheses(found[f"beam_{beams}"], encoders[1]) for beams in (1, 4)},
+                **{name: hypotheses(**found[name], encoder=encoders[1]) for name in searches},
             }
         )
         if len(sentences) == SENTENCES:
@@ -270,16 +281,16 @@ def answers(session, hparams, features: dict, encoders: list, data: Path) -> lis
     return sentences
 
 
-def hypotheses(found: dict, encoder) -> list[dict]:
-    """Hypotheses of a search, best first: ids with the end token, sum of log-probabilities, text."""
-    outputs, scores = found["outputs"].squeeze(), found["scores"]
-    rows = outputs.reshape(-1, outputs.shape[-1]).tolist()
-    scores = np.zeros(len(rows)) if scores is None else scores.reshape(-1)
+def hypotheses(outputs: np.ndarray, scores: np.ndarray, encoder) -> list[dict]:
+    """Hypotheses of a search, best first: ids with the end token, sum of log-probabilities, text. Where fewer have ended
+    than there are beams, tensor2tensor fills up with others whose score stands for minus infinity; they are left out."""
     result = []
-    for ids, score in zip(rows, scores):
+    for ids, score in zip(outputs.tolist(), scores.tolist()):
+        if score <= -beam_search.INF:
+            continue
         ids = ids[: ids.index(text_encoder.EOS_ID) + 1] if text_encoder.EOS_ID in ids else ids
         text = encoder.decode([i for i in ids if i != text_encoder.EOS_ID])
-        result.append({"ids": ids, "score": float(score), "text": text})
+        result.append({"ids": ids, "score": score, "text": text})
     return result
 
 

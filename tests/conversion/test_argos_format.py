@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from relpos import RelPosForConditionalGeneration
 from relpos.conversion import convert, export
-from relpos.conversion.converter import ConversionError
+from relpos.conversion.files import ConversionError
 
 SENTENCES = ["Save the file.", "Delete the selected row and the column beside it.", "  two  spaces", "Ωmega ☃"]
 

@@ -1,10 +1,13 @@
 """The verbs convert, export and translate --engine, run in this process."""
 
 import io
+from pathlib import Path
 
 import pytest
 
 from relpos import cli
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 @pytest.fixture
@@ -38,9 +41,45 @@ def test_in_and_out_and_translated_by_the_engine(run, opennmt_py_fixtures, tmp_p
     assert run("convert", tmp_path / "p.argosmodel", tmp_path / "back", "--from", "argos")[0] == 0
 
 
+def test_opennmt_tf_by_its_configuration_or_its_files(run, tmp_path):
+    folder = FIXTURES / "opennmt_tf" / "separate_bpe"
+    subwords = ("--subwords", folder / "codes.en", "--subwords", folder / "codes.de")
+    ways = {
+        "configuration": ("--config", folder / "config.yml"),
+        "files": ("--vocabularies", folder / "vocab.en", "--vocabularies", folder / "vocab.de"),
+    }
+    for name, options in ways.items():
+        code, _, errors = run("convert", folder / "run", tmp_path / name, "--from", "opennmt-tf", *subwords, *options)
+        assert code == 0, errors
+    assert_same_model(*(tmp_path / name for name in ways))
+
+
+def test_tensor2tensor_by_the_vocabulary_that_is_found_or_named(run, tmp_path):
+    folder = FIXTURES / "tensor2tensor" / "shared"
+    ways = {"found": (), "named": ("--vocabularies", folder / "vocab.subwords")}
+    for name, options in ways.items():
+        code, _, errors = run("convert", folder, tmp_path / name, "--from", "tensor2tensor", *options)
+        assert code == 0, errors
+    assert_same_model(*(tmp_path / name for name in ways))
+
+
+def assert_same_model(first, second):
+    """Two folders hold the same bytes, apart from what they say of themselves."""
+    names = {path.name for path in first.iterdir()}
+    assert names == {path.name for path in second.iterdir()}
+    for name in names - {"README.md", "card.json", "generation_config.json"}:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("convert", "no", "out", "--from", "opennmt-tf"), "There is no checkpoint no: the file no.index is missing."),
+        (
+            ("convert", "no", "out", "--from", "tensor2tensor"),
+            "There is no checkpoint no: the file no.index is missing.",
+        ),
+        (("convert", "no", "out", "--from", "ctranslate2"), "The file no/model.bin cannot be read: No such file"),
         (("convert", "no.pt", "out", "--from", "opennmt-py"), "There is no OpenNMT-py model no.pt."),
         (
             ("convert", "no.pt", "out", "--from", "marian"),

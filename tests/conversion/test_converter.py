@@ -1,9 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration
 from relpos.conversion import convert, export, load_engine, open_source, sources, targets
-from relpos.conversion.converter import ConversionError, build_model, new_file, new_folder, own_names, refuse, rename
+from relpos.conversion.converter import both_sides, build_model, count_layers, own_names, refuse, rename
+from relpos.conversion.files import ConversionError
 
 SMALL = {
     "vocab_size": 11,
@@ -49,6 +52,18 @@ class TestNames:
         with pytest.raises(ConversionError, match=r"\[7, 2\] does not divide into 3"):
             rename({"enc.layer_1.attn.qkv.weight": torch.ones(7, 2)}, self.table)
 
+    def test_layers_are_counted_by_their_numbers(self):
+        names = ["enc.layer_0.a", "enc.layer_11.a", "enc.layer_norm.a", "dec.layer_20.a"]
+        assert count_layers(names, "enc.layer_") == 12
+        assert count_layers(names, "other.layer_") == 0
+
+    def test_one_file_serves_both_sides(self):
+        assert both_sides("subwords", []) is None
+        assert both_sides("subwords", ["a"]) == (Path("a"), Path("a"))
+        assert both_sides("subwords", ["a", "b"]) == (Path("a"), Path("b"))
+        with pytest.raises(ConversionError, match=r"--subwords takes one file, or one of .* not 3"):
+            both_sides("subwords", ["a", "b", "c"])
+
 
 class TestBuilding:
     def weights(self, **fields):
@@ -92,68 +107,6 @@ class TestBuilding:
         change(weights)
         with pytest.raises(ConversionError, match=message):
             build_model(RelPosConfig(**SMALL), weights)
-
-
-class TestWholeOrAbsent:
-    def test_a_folder_appears_at_the_end(self, tmp_path):
-        out = tmp_path / "deep" / "out"
-        with new_folder(out) as folder:
-            (folder / "config.json").write_text("{}")
-            assert not out.exists()
-        assert [path.name for path in out.iterdir()] == ["config.json"]
-        assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-    def test_a_failure_leaves_nothing(self, tmp_path):
-        with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "out") as folder:
-            (folder / str(1 / 0)).touch()
-        assert list(tmp_path.iterdir()) == []
-
-    def test_force_replaces_a_model_and_keeps_it_if_the_work_fails(self, tmp_path):
-        out = tmp_path / "out"
-        out.mkdir()
-        (out / "config.json").write_text("old")
-        (out / "other").write_text("old")
-        with pytest.raises(ConversionError, match="exists; pass --force"), new_folder(out):
-            pass
-        with pytest.raises(RuntimeError), new_folder(out, force=True):
-            raise RuntimeError
-        assert (out / "config.json").read_text() == "old"
-        with new_folder(out, force=True) as folder:
-            (folder / "config.json").write_text("new")
-        assert [path.name for path in out.iterdir()] == ["config.json"]
-        assert (out / "config.json").read_text() == "new"
-        assert list(tmp_path.iterdir()) == [out]
-
-    def test_force_does_not_replace_what_is_no_model(self, tmp_path):
-        (tmp_path / "letters").mkdir()
-        (tmp_path / "letters" / "mum.txt").touch()
-        (tmp_path / "file").touch()
-        with pytest.raises(ConversionError, match="not a saved model"), new_folder(tmp_path / "letters", force=True):
-            pass
-        with (
-            pytest.raises(ConversionError, match="is a file; name a folder"),
-            new_folder(tmp_path / "file", force=True),
-        ):
-            pass
-
-    def test_an_empty_folder_is_free(self, tmp_path):
-        (tmp_path / "out").mkdir()
-        with new_folder(tmp_path / "out") as folder:
-            (folder / "x").touch()
-        assert (tmp_path / "out" / "x").exists()
-
-    def test_files_too(self, tmp_path):
-        out = tmp_path / "out.zip"
-        with pytest.raises(TypeError), new_file(out) as partial:
-            partial.open("w").writelines(["half", 1])
-        assert list(tmp_path.iterdir()) == []
-        with new_file(out) as partial:
-            partial.write_text("whole")
-        assert out.read_text() == "whole"
-        with pytest.raises(ConversionError, match="exists; pass --force"), new_file(out):
-            pass
-        with pytest.raises(ConversionError, match="is a folder; name a file"), new_file(tmp_path, force=True):
-            pass
 
 
 class TestRegistry:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration
 from relpos.conversion import convert, export, load_engine
-from relpos.conversion.converter import ConversionError
-from relpos.conversion.ctranslate2_format import read_binary
+from relpos.conversion.ctranslate2_files import read_binary
+from relpos.conversion.files import ConversionError
 
 SOURCES = ["Save the file.", "Delete the selected row and the column beside it.", "Yes", "Ωmega ☃"]
 TARGETS = ["Speichern Sie die Datei.", "Löschen Sie die gewählte Zeile und die Spalte daneben.", "Ja", "☃"]

@@ -1,6 +1,6 @@
 """Two tiny models that were really trained in OpenNMT-py, against OpenNMT-py's recorded answers, and its faults.
 
-The fixtures are made by make_fixtures_opennmt_py.py; test_opennmt_py_peer.py makes them anew.
+The fixtures are made by make_fixtures_opennmt_py.py; test_peers.py makes them anew.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from relpos import RelPosForConditionalGeneration, RelPosTokenizer
 from relpos.conversion import convert
-from relpos.conversion.converter import ConversionError
+from relpos.conversion.files import ConversionError
 
 MODELS = ["shared_sentencepiece", "separate_bpe"]
 
@@ -216,6 +216,12 @@ class TestFaults:
     def test_a_part_is_missing(self, checkpoint, part):
         content, write = checkpoint
         del content[part]
+        with pytest.raises(ConversionError, match="holds no options and vocabulary"):
+            write()
+
+    def test_options_of_another_type(self, checkpoint):
+        content, write = checkpoint
+        content["opt"] = vars(content["opt"])
         with pytest.raises(ConversionError, match="holds no options and vocabulary"):
             write()
 

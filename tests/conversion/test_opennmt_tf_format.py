@@ -1,8 +1,9 @@
 """Two tiny models that were really trained in OpenNMT-tf, against OpenNMT-tf's recorded answers, and its faults.
 
-The fixtures are made by make_fixtures_opennmt_tf.py; test_tensorflow_peer.py makes them anew.
+The fixtures are made by make_fixtures_opennmt_tf.py; test_peers.py makes them anew.
 """
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from transformers import AutoTokenizer
 
 from relpos import RelPosForConditionalGeneration, RelPosTokenizer
 from relpos.conversion import convert
-from relpos.conversion.converter import ConversionError
-from relpos.conversion.opennmt_tf_format import read_description, read_vocabulary
+from relpos.conversion.files import ConversionError
+from relpos.conversion.opennmt_tf_description import read_description
+from relpos.conversion.opennmt_tf_format import OpenNMTTFConverter, read_vocabulary
 
 OPENNMT_TF = Path(__file__).parent / "fixtures" / "opennmt_tf"
 MODELS = ["shared_sentencepiece", "separate_bpe"]
@@ -163,12 +165,22 @@ class TestOptions:
         assert "coverage_penalty=0.1" in card
         assert "ranks by the sum of log-probabilities" in card
 
+    def test_a_decoding_option_that_is_no_number(self, run):
+        change_config(run, params={"length_penalty": "high"})
+        self.refused(run, r"length_penalty='high', which must be a number")
+
     def test_a_start_token_of_sources(self, run):
         change_config(run, data={"source_sequence_controls": {"start": True, "end": False}})
         tokenizer = AutoTokenizer.from_pretrained(convert_fixture(run, run.parent / "out"))
         ids = tokenizer("Open")["input_ids"]
         assert ids[0] == tokenizer.bos_token_id
         assert ids[-1] != tokenizer.eos_token_id
+
+    def test_no_relative_positions(self, run):
+        converter = OpenNMTTFConverter(run / "run", config=run / "config.yml")
+        for name in [name for name in converter._foreign if "relative_position" in name]:
+            del converter._foreign[name]
+        assert converter.obstacles() == ["maximum_relative_position=None (no relative positions)"]
 
     def test_no_vocabulary(self, run):
         self.refused(run, r"source vocabulary .* is not known: .*--config.*--vocabularies", config=None)
@@ -177,6 +189,17 @@ class TestOptions:
         with (run / "shared.vocab").open("a", encoding="utf-8") as file:
             file.write("onemore\n")
         self.refused(run, "The vocabulary has 801 tokens, which makes 802 .* the model embeds 801")
+
+    def test_a_token_twice(self, run):
+        path = run / "shared.vocab"
+        lines = path.read_text(encoding="utf-8").split("\n")
+        path.write_text("\n".join([*lines[:9], lines[5], *lines[10:]]), encoding="utf-8")
+        self.refused(run, f"is inconsistent: The source vocabulary holds {re.escape(repr(lines[5]))} twice")
+
+    @pytest.mark.parametrize("entry", ["source_sequence_controls", "target_sequence_controls", "source_tokenization"])
+    def test_an_entry_of_another_type(self, run, entry):
+        change_config(run, data={entry: ["start", "end"]})
+        self.refused(run, rf"The entry {entry} of the configuration .*config\.yml must hold names with values")
 
     def test_three_vocabularies(self, run):
         self.refused(run, "--vocabularies takes one file, .* not 3", vocabularies=[run / "shared.vocab"] * 3)
@@ -192,7 +215,7 @@ class TestOptions:
 
     def test_no_description(self, run):
         (run / "run" / "model_description.py").unlink()
-        self.refused(run, r"model_description\.py, which says how the model computes, cannot be read")
+        self.refused(run, r"The description of the model .*model_description\.py cannot be read: No such file")
 
     def test_a_cut_off_checkpoint(self, run):
         path = run / "run" / "ckpt-800.data-00000-of-00001"
@@ -230,7 +253,8 @@ class TestDescription:
             ("model = lambda: Transformer(**options)", "cannot be told without running it"),
             ("a = Transformer()\nb = Transformer()", "found 2"),
             ("model = (", "not a Python file"),
-            ("class M(Transformer):\n    def call(self): ...", "class M .* methods of its own"),
+            ("class M(Transformer):\n    def call(self): ...", "class M .* members of its own"),
+            ("class M(Transformer):\n    call = other", "class M .* members of its own"),
         ],
     )
     def test_what_reading_cannot_tell(self, tmp_path, text, match):
@@ -244,8 +268,7 @@ class TestVocabulary:
         [
             (b"", "must begin with <blank>, <s>, </s>"),
             (b"<s>\n<blank>\n</s>\n", "must begin with"),
-            (b"<blank>\n<s>\n</s>\na\na\n", "holds 'a' twice"),
-            (b"<blank>\n<s>\n</s>\n<unk>\n", "holds '<unk>' twice"),
+            (b"<blank>\n<s>\n</s>\n<unk>\n", "holds <unk>, which has an id of its own"),
             (b"<blank>\n<s>\n</s>\n\xff\n", "not UTF-8"),
         ],
     )

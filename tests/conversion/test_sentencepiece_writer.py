@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
 
-from relpos.conversion.converter import ConversionError
+from relpos.conversion.files import ConversionError
 from relpos.conversion.segmenters import segmenter_of, sentencepiece_segmenter
 from relpos.conversion.sentencepiece_writer import write_sentencepiece
 from relpos.training.subwords import train_tokenizer

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relpos.conversion.converter import ConversionError
+from relpos.conversion.files import ConversionError
 from relpos.conversion.tensorflow_checkpoint import TensorFlowCheckpoint, crc32c, find_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures"
