@@ -72,12 +72,13 @@ def peak_memory(script: str, *arguments: str) -> int:
 def report_peak_memory(run: Callable[[], Any]) -> None:
     """Print the bytes that a run adds to this process's memory at most (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
-    before = _status("VmRSS")
+    before = status("VmRSS")
     run()
-    print(_status("VmHWM") - before)
+    print(status("VmHWM") - before)
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
+    """Bytes that the system says of this process under a name such as VmRSS (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 

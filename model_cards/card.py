@@ -30,8 +30,8 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 # What a card can say beyond what the saved folder knows. None of it is needed, and none of it is made up.
 FACTS = {
     "name": "the model's name; the folder's name where it is not given",
-    "source_language": "ISO 639 code of the source language",
-    "target_language": "ISO 639 code of the target language",
+    "source_language": "ISO 639 code of the source language, or a list of them",
+    "target_language": "ISO 639 code of the target language, or a list of them",
     "corpus": "name of the training corpus, with its source",
     "corpus_license": "licence of the training corpus",
     "dataset": "name of the training corpus on the Hub, where it is there",
@@ -174,7 +174,8 @@ def _check_facts(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(facts: dict[str, Any]) -> ModelCardData:
-    languages = [facts[side] for side in ("source_language", "target_language") if side in facts]
+    sides = (facts.get(side, []) for side in ("source_language", "target_language"))
+    languages = [code for side in sides for code in ([side] if isinstance(side, str) else side)]
     results = _metadata_scores(facts)
     return ModelCardData(
         language=languages or None,

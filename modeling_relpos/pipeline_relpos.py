@@ -73,8 +73,8 @@ def language_tags(tokenizer: Any) -> dict[str, int]:
     So mark Marian and RelPos models of several target languages what to translate into; other tokenizers have none.
     """
     tokens = {*tokenizer.get_added_vocab(), *getattr(tokenizer, "supported_language_codes", ())}
-    found = sorted(match for match in map(_TAG.fullmatch, tokens) if match)
-    return {match[1]: tokenizer.convert_tokens_to_ids(match[0]) for match in found}
+    tags = sorted(filter(_TAG.fullmatch, tokens))
+    return {_TAG.fullmatch(tag)[1]: tokenizer.convert_tokens_to_ids(tag) for tag in tags}
 
 
 class TranslationPipeline(Pipeline):

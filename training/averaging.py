@@ -29,6 +29,8 @@ _NOT_COPIED = (
     "run_state.json",
     "recipe.yaml",
     "README.md",
+    "card.json",
+    "*.png",
     ".*",
 )
 # Fields of a configuration that say nothing about what the weights mean.

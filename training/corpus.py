@@ -11,12 +11,12 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
 import datasets
-from datasets import Dataset, DatasetDict, Features, Translation
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Translation
 
 from .tmx import TMXError, read_tmx
 
@@ -72,8 +72,12 @@ def _is_plain(name: str, languages: tuple[str, str]) -> bool:
 
 
 def read_corpus(
-    source: str | Path | Sequence[str | Path], *, languages: tuple[str, str], split: str = "train"
-) -> Dataset:
+    source: str | Path | Sequence[str | Path],
+    *,
+    languages: tuple[str, str],
+    split: str = "train",
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
     """Read a parallel corpus.
 
     Args:
@@ -89,6 +93,7 @@ def read_corpus(
             - `"libreoffice-help"`, the bundled corpus, whole and in its order.
         languages: Source and target language: keys of the rows, columns of JSON and datasets, endings of plain files.
         split: The split of a dataset that is loaded by name; files have only one.
+        streaming: Read while iterating, and write nothing to disk; damage is then found when it is come to.
 
     Returns:
         Rows `{"translation": {source_language: str, target_language: str}}`, one per line, or per unit of a translation
@@ -102,30 +107,30 @@ def read_corpus(
     if len(paths) not in (1, 2):
         raise CorpusError(f"A corpus is one path or a pair of paths, source and target, not {len(paths)} of them.")
     if len(paths) == 2:
-        return _from_lines(_parallel_lines, [_existing(path) for path in paths], languages)
+        return _from_lines(_parallel_lines, [_existing(path) for path in paths], languages, streaming)
     name = str(paths[0])
     if name == BUNDLED:
         if set(languages) != set(BUNDLED_LANGUAGES):
             raise CorpusError(f"The corpus {BUNDLED} has the languages {BUNDLED_LANGUAGES}, not {tuple(languages)}.")
         with resources.as_file(_bundled_file()) as path:
-            return _from_lines(_table_lines, [path], BUNDLED_LANGUAGES)
+            return _from_lines(_table_lines, [path], BUNDLED_LANGUAGES, streaming)
     path = Path(name)
     if _suffix(path) == ".tsv":
-        return _from_lines(_table_lines, [_existing(path)], languages)
+        return _from_lines(_table_lines, [_existing(path)], languages, streaming)
     if _suffix(path) in (".json", ".jsonl"):
-        return _from_lines(_json_lines, [_existing(path)], languages)
+        return _from_lines(_json_lines, [_existing(path)], languages, streaming)
     if _suffix(path) == ".tmx":
-        return _from_lines(_tmx_units, [_existing(path)], languages)
+        return _from_lines(_tmx_units, [_existing(path)], languages, streaming)
     for ending in ("", ".gz"):
         pair = [Path(f"{name}.{language}{ending}") for language in languages]
         if all(file.is_file() for file in pair):
-            return _from_lines(_parallel_lines, pair, languages)
+            return _from_lines(_parallel_lines, pair, languages, streaming)
     if path.is_file():
         raise CorpusError(
             f"{path} is no kind of corpus that is known by its ending: .tsv, .json, .jsonl and .tmx (each also .gz) hold "
             "both languages, plain text comes as two files."
         )
-    return _from_dataset(name, languages, split)
+    return _from_dataset(name, languages, split, streaming)
 
 
 def bundled_splits() -> DatasetDict:
@@ -234,7 +239,9 @@ def _suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def _from_lines(reader, paths: list[Path], languages: tuple[str, str]) -> Dataset:
+def _from_lines(
+    reader: Callable[..., Iterator[dict]], paths: list[Path], languages: tuple[str, str], streaming: bool
+) -> Dataset | IterableDataset:
     """Run a reader of lines into an Arrow file on disk, so that a large corpus is never in memory as a whole.
 
     `datasets` reuses that file when it sees the same arguments again, so the arguments tell the state of the files.
@@ -242,12 +249,13 @@ def _from_lines(reader, paths: list[Path], languages: tuple[str, str]) -> Datase
     # A tuple: `datasets` would take a list for shards, and give the reader one file at a time.
     files = tuple((str(path.resolve()), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths)
     features = Features({"translation": Translation(languages=list(languages))})
+    arguments = {"features": features, "gen_kwargs": {"files": files, "languages": tuple(languages)}}
+    if streaming:
+        return IterableDataset.from_generator(reader, **arguments)
     progress_bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        corpus = Dataset.from_generator(
-            reader, features=features, gen_kwargs={"files": files, "languages": tuple(languages)}, split="train"
-        )
+        corpus = Dataset.from_generator(reader, **arguments, split="train")
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__
         if isinstance(cause, CorpusError):
@@ -333,29 +341,26 @@ def _lines(path: str) -> Iterator[str]:
         raise CorpusError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-def _from_dataset(name: str, languages: tuple[str, str], split: str) -> Dataset:
+def _from_dataset(name: str, languages: tuple[str, str], split: str, streaming: bool) -> Dataset | IterableDataset:
     try:
-        corpus = datasets.load_dataset(name, split=split)
+        corpus = datasets.load_dataset(name, split=split, streaming=streaming)
+        first = next(iter(corpus), None)
     # The loader of a dataset can fail in as many ways as there are loaders; each is a corpus that cannot be read.
     except Exception as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise CorpusError(f"{name} is neither a corpus file nor a dataset that can be loaded: {reason}.") from error
-    if "translation" not in corpus.column_names and set(languages) <= set(corpus.column_names):
-        corpus = corpus.map(
-            lambda row: {"translation": {language: row[language] for language in languages}},
-            remove_columns=corpus.column_names,
-        )
-    first = corpus[0].get("translation") if len(corpus) else None
-    if len(corpus) == 0:
+    if first is None:
         raise CorpusError(f"The split {split!r} of {name} is empty.")
-    if not isinstance(first, dict) or not all(isinstance(first.get(language), str) for language in languages):
+    pair = first.get("translation", first)
+    if not isinstance(pair, dict) or not all(isinstance(pair.get(language), str) for language in languages):
         raise CorpusError(
-            f"The dataset {name} has columns {', '.join(corpus.column_names)}; expected a column 'translation' with the "
+            f"The dataset {name} has columns {', '.join(first)}; expected a column 'translation' with the "
             f"languages {languages[0]!r} and {languages[1]!r}, or a column for each."
         )
+
+    def as_pair(row: dict) -> dict:
+        texts = row.get("translation", row)
+        return {"translation": {language: texts[language] for language in languages}}
+
     features = Features({"translation": Translation(languages=list(languages))})
-    return corpus.map(
-        lambda row: {"translation": {language: row["translation"][language] for language in languages}},
-        remove_columns=corpus.column_names,
-        features=features,
-    )
+    return corpus.map(as_pair, remove_columns=list(first), features=features)

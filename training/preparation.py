@@ -4,12 +4,12 @@ The work is done by `datasets` in Arrow files, which a second run of the same re
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -20,6 +20,7 @@ from .batching import sequence_lengths
 from .cleaning import drop_by_length, drop_pairs
 from .corpus import BUNDLED, BUNDLED_LANGUAGES, bundled_splits, parse_corpora, read_corpus
 from .recipe import DataArguments, ModelArguments, RecipeError
+from .streaming import drop_empty_pairs, tokenize_streams
 from .subwords import add_language_tags, load_sentencepiece, train_tokenizer
 
 Languages = tuple[str, str]
@@ -30,7 +31,7 @@ Languages = tuple[str, str]
 class Corpora:
     """Pairs of text by their languages, as `read_corpus` returns them, and what was left out of the training pairs."""
 
-    train: dict[Languages, Dataset]
+    train: dict[Languages, Dataset] | dict[Languages, IterableDataset]
     validation: dict[Languages, Dataset]
     dropped: Counter = field(default_factory=Counter)
 
@@ -44,7 +45,7 @@ class Corpora:
 class TokenizedSets:
     """What Trainer is given: rows of `input_ids` and `labels`, both ending in the end-of-sentence token."""
 
-    train: Dataset
+    train: Dataset | IterableDataset
     validation: Dataset | None
     copies: np.ndarray | None
     """How often each training pair comes in an epoch; None: once."""
@@ -64,12 +65,17 @@ def read_corpora(data: DataArguments) -> Corpora:
     }
     if not named["validation"]:
         named["validation"] = [corpus for corpus in named["train"] if corpus[1] == BUNDLED]
-    parts = {split: _read_by_languages(corpora, split) for split, corpora in named.items()}
-    corpora = Corpora(**parts)
+    corpora = Corpora(
+        train=_read_by_languages(named["train"], "train", streaming=data.streaming),
+        validation=_read_by_languages(named["validation"], "validation"),
+    )
     for pair, corpus in corpora.train.items():
-        corpora.train[pair], counts = drop_pairs(corpus, duplicates=data.drop_duplicates)
-        corpora.dropped.update(counts)
-        if not len(corpora.train[pair]):
+        if data.streaming:
+            corpora.train[pair] = drop_empty_pairs(corpus)
+        else:
+            corpora.train[pair], counts = drop_pairs(corpus, duplicates=data.drop_duplicates)
+            corpora.dropped.update(counts)
+        if next(iter(corpora.train[pair]), None) is None:
             names = " ".join(data.train_corpus)
             raise RecipeError(f"train_corpus={names} has no pair of {'-'.join(pair)} with text on both sides.")
     for pair in corpora.validation:
@@ -80,11 +86,16 @@ def read_corpora(data: DataArguments) -> Corpora:
     return corpora
 
 
-def _read_by_languages(named: list[tuple[Languages, str | Languages]], split: str) -> dict[Languages, Dataset]:
+def _read_by_languages(
+    named: list[tuple[Languages, str | Languages]], split: str, *, streaming: bool = False
+) -> dict[Languages, Dataset]:
     parts: dict[Languages, list[Dataset]] = {}
     for languages, source in named:
-        bundled = source == BUNDLED and set(languages) == set(BUNDLED_LANGUAGES)
-        corpus = bundled_splits()[split] if bundled else read_corpus(source, languages=languages, split=split)
+        if source == BUNDLED and set(languages) == set(BUNDLED_LANGUAGES):
+            corpus = bundled_splits()[split]
+            corpus = corpus.to_iterable_dataset() if streaming else corpus
+        else:
+            corpus = read_corpus(source, languages=languages, split=split, streaming=streaming)
         parts.setdefault(languages, []).append(corpus)
     return {
         languages: corpora[0] if len(corpora) == 1 else concatenate_datasets(corpora)
@@ -118,15 +129,18 @@ def make_tokenizer(model: ModelArguments, data: DataArguments, corpora: Corpora)
 
 
 class _Texts:
-    """The sentences of evenly spaced pairs, both sides, read anew from disk at each iteration."""
+    """The sentences of evenly spaced pairs, both sides, or of the first pairs of streams, read anew at each iteration."""
 
     def __init__(self, corpora: dict[Languages, Dataset], *, at_most: int) -> None:
-        self._corpora = corpora
-        self._step = -(-sum(map(len, corpora.values())) // at_most)
+        if all(isinstance(corpus, Dataset) for corpus in corpora.values()):
+            step = -(-sum(map(len, corpora.values())) // at_most)
+            self._parts = {pair: corpus.select(range(0, len(corpus), step)) for pair, corpus in corpora.items()}
+        else:
+            self._parts = {pair: stream.take(at_most // len(corpora)) for pair, stream in corpora.items()}
 
     def __iter__(self) -> Iterator[str]:
-        for languages, corpus in self._corpora.items():
-            for batch in corpus.select(range(0, len(corpus), self._step)).iter(batch_size=1000):
+        for languages, part in self._parts.items():
+            for batch in part.iter(batch_size=1000):
                 for pair in batch["translation"]:
                     yield from (pair[language] for language in languages)
 
@@ -135,36 +149,57 @@ def tokenize_corpora(corpora: Corpora, tokenizer: PreTrainedTokenizerBase, data:
     """Token ids of all pairs, training pairs of sensible lengths, and how the languages are mixed.
 
     Raises:
-        RecipeError: No pair is left to train on, or none to validate on.
+        RecipeError: No pair is left to train on.
     """
-    tokenized: dict[str, dict[Languages, Dataset]] = {
-        split: {
-            languages: _tokenize(pairs, tokenizer, languages, num_proc=data.preprocessing_num_workers)
-            for languages, pairs in getattr(corpora, split).items()
-        }
-        for split in ("train", "validation")
-    }
-    train = tokenized["train"]
-    for languages, rows in train.items():
-        train[languages], counts = drop_by_length(rows, max_length=data.max_length, max_ratio=data.max_ratio)
+    validation = [
+        _tokenize(pairs, tokenizer, languages, num_proc=data.preprocessing_num_workers)
+        for languages, pairs in corpora.validation.items()
+    ]
+    if data.streaming:
+        limits = {"max_length": data.max_length, "max_ratio": data.max_ratio}
+        encoders = [_encoder(tokenizer, languages) for languages in corpora.train]
+        train, copies = tokenize_streams(list(corpora.train.values()), encoders, **limits), None
+    else:
+        parts = _tokenize_training_pairs(corpora, tokenizer, data)
+        train, copies = concatenate_datasets(parts), _copies([len(rows) for rows in parts], data.sampling_temperature)
+    return TokenizedSets(
+        train=train,
+        validation=_sorted_by_length(concatenate_datasets(validation)) if validation else None,
+        copies=copies,
+    )
+
+
+def _tokenize_training_pairs(
+    corpora: Corpora, tokenizer: PreTrainedTokenizerBase, data: DataArguments
+) -> list[Dataset]:
+    """The training pairs of sensible lengths by their languages, as token ids."""
+    parts = []
+    for languages, pairs in corpora.train.items():
+        rows = _tokenize(pairs, tokenizer, languages, num_proc=data.preprocessing_num_workers)
+        rows, counts = drop_by_length(rows, max_length=data.max_length, max_ratio=data.max_ratio)
         corpora.dropped.update(counts)
-        if not len(train[languages]):
+        if not len(rows):
             limits = f"max_length={data.max_length}" + f" and max_ratio={data.max_ratio}" * (data.max_ratio is not None)
             raise RecipeError(f"{limits} leaves no pair of {'-'.join(languages)} to train on.")
-    validation = list(tokenized["validation"].values())
-    if validation and not all(map(len, validation)):
-        raise RecipeError(f"validation_corpus={' '.join(data.validation_corpus)} has no pair.")
-    return TokenizedSets(
-        train=concatenate_datasets(list(train.values())),
-        validation=_sorted_by_length(concatenate_datasets(validation)) if validation else None,
-        copies=_copies([len(rows) for rows in train.values()], data.sampling_temperature),
-    )
+        parts.append(rows)
+    return parts
 
 
 def _tokenize(
     pairs: Dataset, tokenizer: PreTrainedTokenizerBase, languages: Languages, *, num_proc: int | None
 ) -> Dataset:
-    """Rows of `input_ids`, which begin with the tag of the target language where there are tags, and `labels`."""
+    return pairs.map(
+        _encoder(tokenizer, languages),
+        batched=True,
+        remove_columns=pairs.column_names,
+        features=Features({name: List(Value("int32")) for name in ("input_ids", "labels")}),
+        num_proc=num_proc,
+        new_fingerprint=_fingerprint(pairs, tokenizer, languages),
+    )
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, languages: Languages) -> Callable[[dict[str, list]], dict[str, list]]:
+    """What makes `input_ids`, which begin with the tag of the target language where there are tags, and `labels`."""
     tag = language_tags(tokenizer).get(languages[1])
     prefix = [] if tag is None else [tag]
 
@@ -173,13 +208,7 @@ def _tokenize(
         encoded = tokenizer(sources, text_target=targets)
         return {"input_ids": [prefix + ids for ids in encoded["input_ids"]], "labels": encoded["labels"]}
 
-    return pairs.map(
-        encode,
-        batched=True,
-        remove_columns=pairs.column_names,
-        num_proc=num_proc,
-        new_fingerprint=_fingerprint(pairs, tokenizer, languages),
-    )
+    return encode
 
 
 def _fingerprint(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, languages: Languages) -> str | None:

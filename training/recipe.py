@@ -42,6 +42,10 @@ _OF_THIS_RUN = {
     "report_to",
     "run_name",
     "save_total_limit",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_token",
+    "hub_private_repo",
 }
 
 
@@ -99,6 +103,13 @@ class DataArguments:
     )
     subword_sentences: int = field(
         default=1_000_000, metadata={"help": "Pairs at most, evenly spaced, that the vocabulary is trained on."}
+    )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Read the training corpora while training, sort_window pairs at a time, and write nothing to disk; the "
+            "vocabulary is trained on the first pairs, those of several languages come in turn, and max_steps ends it."
+        },
     )
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
     overwrite: bool = field(
@@ -271,7 +282,11 @@ def _check(run: Run) -> None:
         raise RecipeError(f"max_steps must be at least 1, or num_train_epochs above 0, not {args.max_steps}.")
     if not 0 <= args.label_smoothing_factor < 1:
         raise RecipeError(f"label_smoothing_factor must be at least 0 and below 1, not {args.label_smoothing_factor}.")
+    if args.fp16 and args.device.type == "cpu":
+        raise RecipeError("fp16 needs an accelerator; on a CPU, bf16 is the half precision that works.")
     _check_averaging(args)
+    if data.streaming:
+        _check_streaming(data, args)
     if args.eval_strategy != "no" and data.validation_corpus is None and BUNDLED not in data.train_corpus:
         raise RecipeError(
             f"validation_corpus must be given to evaluate on, since eval_strategy is {args.eval_strategy.value}."
@@ -282,6 +297,18 @@ def _check(run: Run) -> None:
                 f"There is no model {run.model.model}: neither a folder nor one of {', '.join(presets())}."
             )
         check_folder(run.model.model)
+
+
+def _check_streaming(data: DataArguments, args: TranslationTrainingArguments) -> None:
+    if args.max_steps <= 0:
+        raise RecipeError("streaming needs max_steps, since nobody knows where an epoch of a stream ends.")
+    for name, value, default in (
+        ("drop_duplicates", data.drop_duplicates, False),
+        ("sampling_temperature", data.sampling_temperature, 1),
+        ("dataloader_num_workers", args.dataloader_num_workers, 0),
+    ):
+        if value != default:
+            raise RecipeError(f"streaming does not go with {name}={value}: it must be {default}.")
 
 
 def _check_averaging(args: TranslationTrainingArguments) -> None:

@@ -142,8 +142,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_does_not_grow_with_the_model_or_the_number_of_checkpoints(checkpoints, tmp_path):
-    """Four files of 64 MB, of 16 tensors each: more than a tensor or two in memory would show. Pages of files that are
-    mapped count as memory here, though the system takes them back, so each file may be there once."""
+    """Four files of 64 MB, of 16 tensors each, averaged within the size of two files, mapped pages included."""
     weights = {f"layer{number}": torch.full((1024, 1024), float(number)) for number in range(16)}
     folders = []
     for number in range(4):

@@ -106,6 +106,8 @@ def test_what_a_recipe_leaves_open_must_be_given():
         (["--average_last", "3", "--save_strategy", "no"], "save_strategy is no"),
         (["--average_last", "0"], "average_last must be at least 1"),
         (["--sampling_temperature", "0.5"], "sampling_temperature must be at least 1"),
+        (["--fp16", "true", "--use_cpu", "true"], "fp16 needs an accelerator"),
+        (["--average_last", "3", "--fsdp", "true"], "average_last does not go with fsdp"),
         (["--max_ratio", "0.9"], "max_ratio must be at least 1"),
         (["--eval_strategy", "epoch", "--train_corpus", "a.tsv"], "validation_corpus must be given"),
     ],
