@@ -271,7 +271,8 @@ class TestFaults:
 
 @pytest.mark.slow
 def test_two_epochs_of_trainer_make_it_better(load_converted, tmp_path):
-    """OpenNMT-py -> RelPos -> Seq2SeqTrainer. The fixture has seen each sentence of its corpus less than once."""
+    """OpenNMT-py -> RelPos -> Seq2SeqTrainer. The fixture saw each sentence of its corpus less than once, and has a BLEU
+    of 1 on short ones that were held out; two epochs of 2,500 others make it 3."""
     import sacrebleu
     from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -280,9 +281,9 @@ def test_two_epochs_of_trainer_make_it_better(load_converted, tmp_path):
     model, tokenizer = load_converted("shared_sentencepiece")
     splits = bundled_splits()
     train, held_out = (
-        [pair for pair in splits[name]["translation"] if 10 < len(pair["en"]) < 70] for name in ("train", "test")
+        [pair for pair in splits[name]["translation"] if 2 < len(pair["en"]) < 30] for name in ("train", "test")
     )
-    train, held_out = train[:: len(train) // 3200], held_out[:200]
+    train, held_out = train[:: len(train) // 2400], held_out[:200]
     batches = [held_out[start : start + 50] for start in range(0, len(held_out), 50)]
 
     def bleu():
@@ -297,8 +298,9 @@ def test_two_epochs_of_trainer_make_it_better(load_converted, tmp_path):
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(tmp_path),
         num_train_epochs=2,
-        per_device_train_batch_size=8,
-        learning_rate=2e-3,
+        per_device_train_batch_size=16,
+        learning_rate=1e-2,
+        warmup_steps=30,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
@@ -308,7 +310,7 @@ def test_two_epochs_of_trainer_make_it_better(load_converted, tmp_path):
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
     Seq2SeqTrainer(model, arguments, train_dataset=rows, data_collator=collator).train()
     after = bleu()
-    assert after > before + 0.5, (before, after)
+    assert after > before + 1, (before, after)
 
 
 def assert_same(model, expected):
