@@ -1,6 +1,5 @@
 """What a model has learned about distance, as a picture."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-class PlotError(ValueError):
-    """The picture cannot be drawn; the message says why, for the user."""
+from .figures import PlotError, check_picture, new_figure, save_figure
 
 
 def attention_bias(
@@ -91,7 +88,8 @@ def _layers(model: PreTrainedModel) -> dict[tuple[str, int], torch.nn.Module]:
 
 
 def plot_attention_bias(bias: dict[str, torch.Tensor], path: str | Path) -> Path:
-    """Draw `attention_bias`'s answer, one panel a layer and one line a head.
+    """Draw `attention_bias`'s answer: a row of cells for each head, a column for each offset, the encoder's layers on
+    the left and the decoder's on the right.
 
     Args:
         path: The picture to write, .png, .svg or .pdf.
@@ -100,39 +98,41 @@ def plot_attention_bias(bias: dict[str, torch.Tensor], path: str | Path) -> Path
         PlotError: The suffix is none of these, or matplotlib is not installed.
     """
     path = Path(path)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise PlotError(f"The picture {path} must end in .png, .svg or .pdf.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlotError("Drawing needs matplotlib: pip install 'relpos[plot]'.") from None
+    check_picture(path)
     layers = max(len(values) for values in bias.values())
-    figure = Figure(figsize=(1.2 + 2.9 * layers, 5.2), layout="constrained")
-    axes = figure.subplots(2, layers, sharex=True, sharey=True, squeeze=False)
-    for row, (side, values) in zip(axes, bias.items()):
-        for layer, panel in enumerate(row):
+    heads = max(values.shape[1] for values in bias.values())
+    k = bias["encoder"].shape[-1] // 2
+    figure = new_figure(height=0.9 + layers * (0.45 + 0.16 * max(heads, 4)))
+    # the decoder never looks ahead
+    axes = figure.subplots(layers, 2, squeeze=False, gridspec_kw={"width_ratios": [2 * k + 1, k + 1]})
+    drawn = torch.cat([values[..., : k + 1].flatten() for values in bias.values()] + [bias["encoder"].flatten()])
+    strongest = max(drawn.abs().max().item(), 1e-6)
+    for (side, values), column, offsets in zip(bias.items(), axes.T, (2 * k + 1, k + 1)):
+        for layer, panel in enumerate(column):
             if layer < len(values):
-                _draw_layer(panel, values[layer], title=f"{side} layer {layer + 1}")
+                cells = panel.pcolormesh(values[layer, :, :offsets], cmap="PuOr_r", vmin=-strongest, vmax=strongest)
+                _label(panel, k, offsets, len(values[layer]), title=f"{side}, layer {layer + 1}")
             else:
                 panel.set_visible(False)
-        row[0].set_ylabel("score added on average")
-    for panel in axes[-1]:
-        panel.set_xlabel("offset of the key, j - i")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format=path.suffix[1:], dpi=140)
-    os.replace(partial, path)
-    return path
+        column[len(values) - 1].set_xlabel("offset of the key from the query")
+    figure.colorbar(cells, ax=axes, location="bottom", shrink=0.5, aspect=40, label="added to the score on average")
+    return save_figure(figure, path)
 
 
-def _draw_layer(panel: Any, values: torch.Tensor, *, title: str) -> None:
-    """One panel: values [heads, 2k + 1]."""
-    k = values.shape[-1] // 2
-    for head, line in enumerate(values.tolist()):
-        panel.plot(range(-k, k + 1), line, marker=".", linewidth=1.2, label=f"head {head + 1}")
-    panel.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    panel.set_title(title, fontsize=10)
-    if len(values) <= 8:
-        panel.legend(fontsize=7, frameon=False)
+def _label(panel: Any, k: int, offsets: int, heads: int, *, title: str) -> None:
+    """Name the rows and columns of a panel; the first and the last column stand for all offsets beyond them."""
+    step = max(k // 2, 1)
+    shown = [offset for offset in range(-k, k + 1, step) if offset + k < offsets]
+    names = {-k: f"≤ −{k}", k: f"≥ {k}", 0: "0"} if k else {0: "any"}
+    panel.set_xticks(
+        [offset + k + 0.5 for offset in shown], [names.get(offset, f"{offset}".replace("-", "−")) for offset in shown]
+    )
+    every = 1 if heads <= 8 else 2
+    panel.set_yticks([head + 0.5 for head in range(0, heads, every)], range(1, heads + 1, every))
+    panel.set_title(title, fontsize=9)
+    panel.set_ylabel("head", fontsize=8)
+    panel.tick_params(labelsize=8, length=2)
+    panel.invert_yaxis()
 
 
 __all__ = ["PlotError", "attention_bias", "plot_attention_bias"]

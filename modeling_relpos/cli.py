@@ -88,38 +88,66 @@ def train(context: typer.Context) -> None:
 
 @app.command()
 def evaluate(
-    model: Model,
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Saved folders, or models on the Hub; the first is the baseline."),
+    ],
     corpus: CorpusOption = None,
     split: Split = "test",
     languages: CorpusLanguages = None,
     beams: Annotated[str, typer.Option(help="Beam sizes, with commas between.")] = "1,4",
     batch_size: BatchSize = 32,
     max_new_tokens: MaxNewTokens = None,
-    json: Annotated[Path | None, typer.Option(help="File to write the scores to as well.")] = None,
+    gnmt_penalty: GnmtPenalty = None,
+    tokenized: Annotated[
+        bool, typer.Option("--tokenized", help="Add BLEU of tokens with split compounds, as older papers report it.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File to write everything to as well.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture to draw: BLEU by the length of the source.")] = None,
+    card: Annotated[bool, typer.Option("--card", help="Put the scores on the card of each MODEL, a folder.")] = False,
 ) -> None:
-    """Score a model on held-out text: BLEU, chrF and TER with signatures and confidence intervals."""
-    from relpos.training import evaluation, loading
+    """Score models on held-out text: BLEU, chrF and TER with signatures and confidence intervals, and BLEU by the length
+    of the source; test whether further models differ from the first."""
+    from relpos.model_cards import figures
+    from relpos.training import evaluation, loading, significance
 
     beam_sizes = evaluation.parse_beams(beams)
-    evaluation.check_writable(json)
-    pair = evaluation.parse_languages(languages, loading.load_config(model))
+    if plot:
+        figures.check_picture(plot)
+    evaluation.check_request(models, json=json, tokenized=tokenized, card=card)
+    configs = [loading.load_config(model) for model in models]
+    pair = evaluation.parse_languages(languages, configs[0])
     sources, references, name = evaluation.read_held_out(corpus, split=split, languages=pair)
-    loaded = loading.load_model(model)
-    loaded = loading.into_language(loaded, pair[1] if loaded.languages else None)
-    with _progress("translating", len(sources) * len(beam_sizes), shown=True) as on_progress:
-        results = evaluation.evaluate_model(
-            loaded,
-            sources,
-            references,
-            beams=beam_sizes,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            on_progress=on_progress,
-        )
-    _print(evaluation.results_table(results, title=f"{model} on {name}, {len(sources):,} pairs"))
-    typer.echo("\n".join(evaluation.results_notes(results)))
+    translated = []
+    with _progress("translating", len(sources) * len(beam_sizes) * len(models), shown=True) as on_progress:
+        for model in models:
+            loaded = loading.load_model(model)
+            loaded = loading.into_language(loaded, pair[1] if loaded.languages else None)
+            translated += evaluation.translate_corpus(
+                loaded,
+                sources,
+                beams=beam_sizes,
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                gnmt_penalty=gnmt_penalty,
+                on_progress=on_progress,
+            )
+    language = pair[1] if tokenized else None
+    results = [evaluation.evaluate_corpus(one, sources, references, tokenized=language) for one in translated]
+    comparisons = significance.compare_by_beams(translated, references)
+    title = f"{models[0] if len(models) == 1 else f'{len(models)} models'} on {name}, {len(sources):,} pairs"
+    _print(evaluation.results_table(results, title=title))
+    _print(evaluation.lengths_table(results))
+    for comparison in comparisons:
+        _print(significance.comparison_table(comparison))
+    typer.echo("\n".join(evaluation.results_notes(results) + significance.comparison_notes(comparisons)))
     if json:
-        evaluation.write_json(json, {"model": model, "corpus": name, "languages": pair, "results": results})
+        content = {"corpus": name, "languages": pair, "results": results, "comparisons": comparisons}
+        evaluation.write_json(json, content)
+    if plot:
+        evaluation.plot_by_length(results, plot, title=title)
+    if card:
+        evaluation.add_to_cards(results, corpus=name)
 
 
 @app.command()
@@ -195,6 +223,26 @@ def score(
             texts = (tuple(row["translation"][language] for language in pair) for row in corpus_rows)
             scores = scoring.score_pairs(loaded, texts, max_tokens=max_tokens, on_progress=on_progress)
             scoring.write_scores(scores, target, as_json=json)
+
+
+@app.command()
+def plot(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a training, a saved model, or a model on the Hub.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write the pictures to.", show_default="RUN, or the current folder")
+    ] = None,
+    corpus: CorpusOption = None,
+    split: Split = "validation",
+    languages: CorpusLanguages = None,
+) -> None:
+    """Draw curves.png, how the loss and BLEU of a training went, and positions.png, what each head of its model adds on
+    average to the score of a key by its offset, over sentences of the corpus."""
+    from relpos.training import pictures
+
+    for picture in pictures.draw(run, output, corpus=corpus, split=split, languages=languages):
+        typer.echo(picture)
 
 
 @app.command()
@@ -325,11 +373,12 @@ def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes any.")] = 7860,
 ) -> None:
     """Open a page on this machine to translate with a model and see what its heads attend to."""
-    from relpos.model_cards import serve_page
+    from relpos.model_cards import page
     from relpos.training import loading
 
     loaded = loading.load_model(model)
-    serve_page(loaded.model, loaded.tokenizer, name=model, port=port)
+    name = Path(model).resolve().name if Path(model).is_dir() else model
+    page.serve_page(loaded.model, loaded.tokenizer, name=name, port=port)
 
 
 @app.callback(invoke_without_command=True)

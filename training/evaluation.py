@@ -3,40 +3,27 @@
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
 from rich.table import Table
-from sacrebleu.metrics import BLEU, CHRF, TER
+
+from relpos.model_cards.card import write_card
+from relpos.model_cards.figures import line_style, new_figure, save_figure
 
 from .corpus import BUNDLED_LANGUAGES, bundled_splits, read_corpus
-from .loading import LoadedModel
-from .translation import translate_sentences
+from .loading import LoadedModel, check_folder, load_config
+from .metric import BLEU, CHRF, TER
+from .tokenized import check_installed, split_for_bleu
+from .translation import Translation, translate_sentences
 
 BOOTSTRAP_SAMPLES = 1000
-
-
-class _PlainFloats:
-    """Lets sacreBLEU average its resamples: where some score 0 they mix float with numpy's float32, and it raises."""
-
-    def _compute_score_from_stats(self, stats: Any) -> Any:
-        result = super()._compute_score_from_stats(stats)
-        result.score = float(result.score)
-        return result
-
-
-class _BLEU(_PlainFloats, BLEU):
-    pass
-
-
-class _CHRF(_PlainFloats, CHRF):
-    pass
-
-
-class _TER(_PlainFloats, TER):
-    pass
+# Words of the shortest source in each bucket but the first.
+LENGTHS = (6, 11, 21, 31, 41, 61)
 
 
 class EvaluationError(ValueError):
@@ -75,103 +62,264 @@ def read_held_out(
     return [row[source_language] for row in rows], [row[target_language] for row in rows], name
 
 
+@dataclass(frozen=True)
+class CorpusTranslation:
+    """What a model made of a corpus.
+
+    Attributes:
+        model: name of the model.
+        beams: beam size.
+        translations: one for each source.
+        seconds: how long that took.
+    """
+
+    model: str
+    beams: int
+    translations: list[Translation]
+    seconds: float
+
+    @property
+    def texts(self) -> list[str]:
+        """The translations alone."""
+        return [translation.text for translation in self.translations]
+
+
+def translate_corpus(
+    loaded: LoadedModel, sources: Sequence[str], *, beams: Sequence[int] = (1, 4), **options: Any
+) -> list[CorpusTranslation]:
+    """Translate a corpus once per beam size; options are those of `translate_sentences`.
+
+    Raises:
+        EvaluationError: the corpus is empty.
+        TranslationError: a number is out of its range, or a source is too long for the model.
+    """
+    if not sources:
+        raise EvaluationError("The corpus is empty; there is nothing to score.")
+    translated = []
+    for beam_size in beams:
+        start = time.perf_counter()
+        translations = translate_sentences(loaded, sources, beams=beam_size, **options)
+        translated.append(CorpusTranslation(loaded.name, beam_size, translations, time.perf_counter() - start))
+    return translated
+
+
 def evaluate_model(
-    loaded: LoadedModel,
-    sources: Sequence[str],
-    references: Sequence[str],
-    *,
-    beams: Sequence[int] = (1, 4),
-    batch_size: int = 32,
-    max_new_tokens: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    loaded: LoadedModel, sources: Sequence[str], references: Sequence[str], **options: Any
 ) -> list[dict[str, Any]]:
-    """Translate a corpus once per beam size and score it.
+    """Translate a corpus once per beam size and score it; options are those of `translate_corpus`.
 
     Returns:
-        One dictionary per beam size, ready for JSON: `beams`, `pairs`, `seconds`, `sentences_per_second`, `cut_off`
-        (translations that ran into the limit on new tokens) and `scores`, see `score_translations`.
+        One dictionary per beam size, see `evaluate_corpus`.
 
     Raises:
         EvaluationError: the corpus is empty, or its two sides have different lengths.
-        TranslationError: a number is below 1, or a source is too long for the model.
+        TranslationError: a number is out of its range, or a source is too long for the model.
     """
     _check_sides(sources, references)
-    results = []
-    for beam_size in beams:
-        start = time.perf_counter()
-        translations = translate_sentences(
-            loaded,
-            sources,
-            beams=beam_size,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            on_progress=on_progress,
-        )
-        seconds = time.perf_counter() - start
-        results.append(
-            {
-                "beams": beam_size,
-                "pairs": len(sources),
-                "seconds": round(seconds, 2),
-                "sentences_per_second": round(len(sources) / seconds, 2),
-                "cut_off": sum(not translation.complete for translation in translations),
-                "scores": score_translations([translation.text for translation in translations], references),
-            }
-        )
-    return results
+    return [evaluate_corpus(one, sources, references) for one in translate_corpus(loaded, sources, **options)]
+
+
+def evaluate_corpus(
+    translated: CorpusTranslation, sources: Sequence[str], references: Sequence[str], *, tokenized: str | None = None
+) -> dict[str, Any]:
+    """Score what a model made of a corpus.
+
+    Returns:
+        Ready for JSON: `model`, `beams`, `pairs`, `seconds`, `sentences_per_second`, `cut_off` (translations that ran
+        into the limit on new tokens), `scores`, see `score_translations`, and `by_length`, see `score_by_length`.
+    """
+    seconds = max(translated.seconds, 1e-9)
+    return {
+        "model": translated.model,
+        "beams": translated.beams,
+        "pairs": len(sources),
+        "seconds": round(seconds, 2),
+        "sentences_per_second": round(len(sources) / seconds, 2),
+        "cut_off": sum(not translation.complete for translation in translated.translations),
+        "scores": score_translations(translated.texts, references, tokenized=tokenized),
+        "by_length": score_by_length(sources, translated.texts, references),
+    }
 
 
 def score_translations(
-    hypotheses: Sequence[str], references: Sequence[str], *, bootstrap_samples: int = BOOTSTRAP_SAMPLES
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    *,
+    metrics: Sequence[type] = (BLEU, CHRF, TER),
+    tokenized: str | None = None,
+    bootstrap_samples: int = BOOTSTRAP_SAMPLES,
 ) -> list[dict[str, Any]]:
     """BLEU, chrF (higher is better) and TER (lower is better) of a corpus by sacreBLEU.
+
+    Args:
+        hypotheses, references: one of each per sentence.
+        metrics: which of them.
+        tokenized: the language of both, to add the BLEU of tokens with split compounds, see `split_for_bleu`.
+        bootstrap_samples: resamples of the corpus for the intervals.
 
     Returns:
         One dictionary per metric: `metric`, `score`, `confidence_mean` and `confidence` (the mean and half the width
         of the 95 % interval over bootstrap resamples of the corpus, sacreBLEU's seed) and `signature`.
     """
     _check_sides(hypotheses, references)
-    scores = []
-    for metric in (_BLEU(), _CHRF(), _TER()):
-        result = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=bootstrap_samples)
-        # The interval is public only in the JSON form, rounded to the width that is asked for.
-        shown = json.loads(result.format(width=4, signature=str(metric.get_signature()), is_json=True))
-        scores.append(
-            {
-                "metric": result.name,
-                "score": shown["score"],
-                # sacreBLEU leaves the interval out where every resample scores zero.
-                "confidence_mean": shown.get("confidence_mean", 0.0),
-                "confidence": shown.get("confidence_var", 0.0),
-                "signature": shown["signature"],
-            }
-        )
+    scores = [_score(metric(), hypotheses, references, bootstrap_samples) for metric in metrics]
+    if tokenized:
+        # as multi-bleu.perl, which scored the papers: no smoothing, and no tokens but those that are there
+        metric = BLEU(tokenize="none", smooth_method="none", force=True)
+        sides = (split_for_bleu(side, language=tokenized) for side in (hypotheses, references))
+        score = _score(metric, *sides, bootstrap_samples)
+        signature = score["signature"].replace("tok:none", f"tok:moses-{tokenized}-split-compounds")
+        scores.append({**score, "metric": "tokenized BLEU", "signature": signature})
     return scores
 
 
+def score_by_length(
+    sources: Sequence[str],
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    *,
+    bootstrap_samples: int = BOOTSTRAP_SAMPLES,
+) -> list[dict[str, Any]]:
+    """BLEU of the sentences of similar length, measured in words of the source between spaces.
+
+    Returns:
+        For each bucket that is not empty, shortest sources first: `words` (the shortest and the longest, None for no
+        bound), `pairs`, and the keys of `score_translations`.
+    """
+    buckets: dict[int, list[int]] = {}
+    for row, source in enumerate(sources):
+        buckets.setdefault(bisect(LENGTHS, len(source.split())), []).append(row)
+    starts, ends = (None, *LENGTHS), (*(start - 1 for start in LENGTHS), None)
+    return [
+        {
+            "words": [starts[bucket], ends[bucket]],
+            "pairs": len(rows),
+            **_score(BLEU(), [hypotheses[row] for row in rows], [references[row] for row in rows], bootstrap_samples),
+        }
+        for bucket, rows in sorted(buckets.items())
+    ]
+
+
+def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str], bootstrap_samples: int) -> dict[str, Any]:
+    result = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=bootstrap_samples)
+    # The interval is public only in the JSON form, rounded to the width that is asked for.
+    shown = json.loads(result.format(width=4, signature=str(metric.get_signature()), is_json=True))
+    return {
+        "metric": result.name,
+        "score": shown["score"],
+        # sacreBLEU leaves the interval out where every resample scores zero.
+        "confidence_mean": shown.get("confidence_mean", 0.0),
+        "confidence": shown.get("confidence_var", 0.0),
+        "signature": shown["signature"],
+    }
+
+
 def results_table(results: Sequence[dict[str, Any]], *, title: str) -> Table:
-    """The results for a terminal, one row per beam size."""
+    """The results for a terminal, one row per model and beam size."""
     table = Table(title=title, title_justify="left")
+    several = _models(results) > 1
+    if several:
+        table.add_column("model", overflow="fold")
     table.add_column("beams", justify="right")
     for score in results[0]["scores"]:
         table.add_column(score["metric"], justify="right")
     table.add_column("sentences/s", justify="right")
     for result in results:
         scores = [f"{score['score']:.1f} ± {score['confidence']:.1f}" for score in result["scores"]]
-        table.add_row(str(result["beams"]), *scores, f"{result['sentences_per_second']:.1f}")
+        name = [result["model"]] if several else []
+        table.add_row(*name, str(result["beams"]), *scores, f"{result['sentences_per_second']:.1f}")
     return table
 
 
+def lengths_table(results: Sequence[dict[str, Any]]) -> Table:
+    """BLEU by the length of the source, one column per model and beam size."""
+    table = Table(title="BLEU by words of the source", title_justify="left")
+    for heading in ("words", "pairs", *map(result_name, results, [_models(results) > 1] * len(results))):
+        table.add_column(heading, justify="right", overflow="fold")
+    for buckets in zip(*(result["by_length"] for result in results)):
+        scores = [f"{bucket['score']:.1f} ± {bucket['confidence']:.1f}" for bucket in buckets]
+        table.add_row(words_label(buckets[0]["words"]), f"{buckets[0]['pairs']:,}", *scores)
+    return table
+
+
+def result_name(result: dict[str, Any], with_model: bool = True) -> str:
+    """What to call a result among others."""
+    beams = "greedy" if result["beams"] == 1 else f"{result['beams']} beams"
+    return f"{result['model']}, {beams}" if with_model else beams
+
+
+def words_label(words: Sequence[int | None]) -> str:
+    """A bucket of lengths, such as 6–10."""
+    shortest, longest = words
+    return f"≤ {longest}" if shortest is None else f"≥ {shortest}" if longest is None else f"{shortest}–{longest}"
+
+
 def results_notes(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What stands below the table: the signatures, and how many translations were not finished."""
+    """What stands below the tables: the signatures, and how many translations were not finished."""
     notes = [f"± is half the 95 % interval over {BOOTSTRAP_SAMPLES:,} bootstrap resamples."]
     notes += [f"{score['metric']}: {score['signature']}" for score in results[0]["scores"]]
     return notes + [
-        f"beams {result['beams']}: {result['cut_off']:,} of {result['pairs']:,} translations were cut off at the limit "
-        "on new tokens"
+        f"{result_name(result, _models(results) > 1)}: {result['cut_off']:,} of {result['pairs']:,} translations were "
+        "cut off at the limit on new tokens"
         for result in results
         if result["cut_off"]
     ]
+
+
+def _models(results: Sequence[dict[str, Any]]) -> int:
+    return len({result["model"] for result in results})
+
+
+def plot_by_length(results: Sequence[dict[str, Any]], path: Path, *, title: str) -> Path:
+    """Draw BLEU by the length of the source, with its 95 % intervals, one line per result of `evaluate_corpus`."""
+    buckets = results[0]["by_length"]
+    figure = new_figure(height=3.6)
+    panel = figure.subplots()
+    for number, result in enumerate(results):
+        shift = 0.12 * (number - (len(results) - 1) / 2)  # or the intervals would hide one another
+        panel.errorbar(
+            [place + shift for place in range(len(buckets))],
+            [bucket["score"] for bucket in result["by_length"]],
+            [bucket["confidence"] for bucket in result["by_length"]],
+            label=result_name(result, _models(results) > 1),
+            **line_style(number),
+            capsize=2,
+        )
+    panel.set_xticks(
+        range(len(buckets)), [f"{words_label(bucket['words'])}\n{bucket['pairs']:,} pairs" for bucket in buckets]
+    )
+    panel.set(title=title, xlabel="words of the source", ylabel="BLEU")
+    panel.set_ylim(bottom=0)
+    panel.legend()
+    return save_figure(figure, path)
+
+
+def add_to_cards(results: Sequence[dict[str, Any]], *, corpus: str) -> None:
+    """Put the scores on the cards of the folders that `model` of the results names."""
+    for model in dict.fromkeys(result["model"] for result in results):
+        own = [
+            {name: result[name] for name in ("beams", "pairs", "scores")}
+            for result in results
+            if result["model"] == model
+        ]
+        write_card(Path(model), {"test_corpus": corpus, "results": own})
+
+
+def check_request(models: Sequence[str], *, json: Path | None, tokenized: bool, card: bool) -> None:
+    """Raise EvaluationError for what would fail at the end of the work, or make no sense."""
+    check_writable(json)
+    if tokenized:
+        check_installed()
+    twice = [model for model in dict.fromkeys(models) if models.count(model) > 1]
+    if twice:
+        raise EvaluationError(f"The model {twice[0]} is named twice; models that are compared must differ.")
+    for model in models:
+        check_folder(model)
+    for model in models if card else []:
+        if not Path(model).is_dir() or load_config(model).model_type != "relpos":
+            raise EvaluationError(
+                f"The model {model} is no saved folder of a RelPos model, so it has no card to put scores on."
+            )
 
 
 def check_writable(file: Path | None) -> None:

@@ -1,12 +1,35 @@
-"""BLEU, chrF and TER as a metric of `evaluate`, and as Trainer's `compute_metrics`."""
+"""BLEU, chrF and TER by sacreBLEU, as a metric of `evaluate`, and as Trainer's `compute_metrics`."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
-from sacrebleu.metrics import BLEU, CHRF, TER
+import sacrebleu
 from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+
+class _PlainFloats:
+    """Lets sacreBLEU average its resamples: where some score 0 they mix float with numpy's float32, and it raises."""
+
+    def _compute_score_from_stats(self, stats: Any) -> Any:
+        result = super()._compute_score_from_stats(stats)
+        result.score = float(result.score)
+        return result
+
+
+class BLEU(_PlainFloats, sacrebleu.BLEU):
+    """sacreBLEU's."""
+
+
+class CHRF(_PlainFloats, sacrebleu.CHRF):
+    """sacreBLEU's."""
+
+
+class TER(_PlainFloats, sacrebleu.TER):
+    """sacreBLEU's."""
+
 
 _DESCRIPTION = "BLEU, chrF and TER of a corpus by sacreBLEU, each with the signature that makes it comparable."
 _INPUTS = """

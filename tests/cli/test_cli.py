@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from relpos import cli
 from relpos.training import loading
@@ -33,7 +35,7 @@ def call(monkeypatch, *arguments):
     return exited.value.code
 
 
-@pytest.mark.parametrize("verb", [[], ["train"], ["evaluate"], ["translate"], ["inspect"]])
+@pytest.mark.parametrize("verb", [[], ["train"], ["evaluate"], ["translate"], ["inspect"], ["score"], ["plot"]])
 def test_help_loads_no_pytorch(verb):
     # sys.argv is set before anything is imported, as it is for the installed script.
     program = f"""
@@ -157,14 +159,57 @@ def test_evaluate_prints_and_writes_scores(learned_model, learned_pairs, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
-    assert len(rows) == 2
-    assert all("100.0 ± 0.0" in row and "0.0 ± 0.0" in row for row in rows)
+    assert len(rows) == 4  # two beam sizes, and two buckets of lengths
+    assert all("100.0 ± 0.0" in row for row in rows)
+    assert all("0.0 ± 0.0" in row for row in rows[:2])
     for metric in ("BLEU", "chrF2", "TER"):
         assert any(line.startswith(f"{metric}: nrefs:1|bs:1000|seed:") for line in done.stdout.splitlines())
     written = json.loads(scores.read_text())
     assert [result["beams"] for result in written["results"]] == [1, 2]
     assert written["languages"] == ["en", "de"]
     assert {score["metric"] for score in written["results"][0]["scores"]} == {"BLEU", "chrF2", "TER"}
+
+
+def test_evaluate_compares_models(monkeypatch, capsys, learned_model, learned_pairs, tmp_path):
+    """The second model is the first with a damaged decoder."""
+    other = shutil.copytree(learned_model, tmp_path / "worse")
+    weights = load_file(other / "model.safetensors")
+    worse = {name: tensor * 0.7 if "decoder" in name else tensor for name, tensor in weights.items()}
+    save_file(worse, other / "model.safetensors", metadata={"format": "pt"})
+    corpus, scores, picture = tmp_path / "corpus.tsv", tmp_path / "scores.json", tmp_path / "lengths.png"
+    corpus.write_text("".join(f"{source}\t{target}\n" for source, target in learned_pairs))
+    arguments = ["--corpus", corpus, "--beams", "1", "--json", scores, "--plot", picture, "--tokenized", "--card"]
+    good = shutil.copytree(learned_model, tmp_path / "good")  # which gets a card too
+    assert call(monkeypatch, "evaluate", good, other, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Difference from" in shown
+    assert "tokenized BLEU" in shown
+    assert "BLEU by words of the source" in shown
+    written = json.loads(scores.read_text())
+    (comparison,) = written["comparisons"]
+    assert comparison["systems"][0]["metrics"][0]["difference"] < 0
+    assert [len(result["scores"]) for result in written["results"]] == [4, 4]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Scores" in (other / "README.md").read_text()
+
+
+def test_score_a_corpus(learned_model, learned_pairs, tmp_path):
+    corpus, scores = tmp_path / "corpus.tsv", tmp_path / "scores.tsv"
+    corpus.write_text("".join(f"{source}\t{target}\n" for source, target in learned_pairs) + "Yes\tNein\n")
+    done = run("score", learned_model, "--corpus", corpus, "--output", scores)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    rows = [[float(column) for column in line.split("\t")] for line in scores.read_text().splitlines()]
+    assert len(rows) == len(learned_pairs) + 1
+    assert rows[-1][0] < min(row[0] for row in rows[:-1])
+
+
+def test_plot_a_model(monkeypatch, capsys, learned_model, learned_pairs, tmp_path):
+    pytest.importorskip("matplotlib")
+    corpus = tmp_path / "corpus.tsv"
+    corpus.write_text("".join(f"{source}\t{target}\n" for source, target in learned_pairs))
+    assert call(monkeypatch, "plot", learned_model, "--output", tmp_path, "--corpus", corpus) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'positions.png'}\n"
+    assert (tmp_path / "positions.png").is_file()
 
 
 def test_inspect_a_folder(learned_model):
@@ -198,6 +243,9 @@ def test_inspect_a_preset(monkeypatch, capsys):
         (["evaluate", "/none/model", "--beams", "x"], "beams is 'x'"),
         (["evaluate", "/none/model", "--json", "/none/scores"], "The file /none/scores cannot be written"),
         (["evaluate", "/none/model"], "The model folder /none/model does not exist."),
+        (["evaluate", "/none/model", "--plot", "x.gif"], "The picture x.gif must end in .png"),
+        (["score", "/none/model"], "The model folder /none/model does not exist."),
+        (["plot", "/none/model"], "The model folder /none/model does not exist."),
         (["inspect", "/none/model"], "The model folder /none/model does not exist."),
         (["train", "no-such-recipe"], "no-such-recipe"),
         (["train", "--output_dirr", "x"], "output_dir"),

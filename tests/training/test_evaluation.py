@@ -1,14 +1,18 @@
 """evaluation.py: scores equal to sacreBLEU's, intervals, corpora, and options that are refused."""
 
 import json
+import shutil
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import sacrebleu
+from rich.console import Console
 
 from relpos.training import evaluation
 from relpos.training.corpus import CorpusError
 from relpos.training.evaluation import EvaluationError
-from relpos.training.loading import load_model
+from relpos.training.loading import ModelError, load_model
 
 HYPOTHESES = ["The cat sat on the mat.", "A dog ran home", "Nothing here is right at all"]
 REFERENCES = ["The cat sat on the mat.", "The dog ran home.", "Completely different words follow, in this one."]
@@ -63,6 +67,84 @@ def test_translations_that_were_cut_off_are_counted(loaded, learned_pairs):
     results = evaluation.evaluate_model(loaded, sources, references, beams=[1], max_new_tokens=1)
     assert results[0]["cut_off"] == len(sources)
     assert any("8 of 8 translations were cut off" in note for note in evaluation.results_notes(results))
+
+
+LENGTHS = [0, 1, 5, 6, 10, 11, 20, 21, 30, 31, 40, 41, 60, 61, 500]
+
+
+def test_bleu_by_length_is_that_of_the_sentences_of_each_length():
+    sources = ["word " * length for length in LENGTHS]
+    references = [f"the {length} small cats sat on a mat" for length in LENGTHS]
+    hypotheses = [reference.replace("small ", "") if row % 2 else reference for row, reference in enumerate(references)]
+    buckets = evaluation.score_by_length(sources, hypotheses, references, bootstrap_samples=10)
+    assert [evaluation.words_label(bucket["words"]) for bucket in buckets] == [
+        "≤ 5",
+        "6–10",
+        "11–20",
+        "21–30",
+        "31–40",
+        "41–60",
+        "≥ 61",
+    ]
+    assert [bucket["pairs"] for bucket in buckets] == [3, 2, 2, 2, 2, 2, 2]
+    for start, bucket in zip((0, 3, 5, 7, 9, 11, 13), buckets):
+        rows = slice(start, start + bucket["pairs"])
+        expected = sacrebleu.corpus_bleu(hypotheses[rows], [references[rows]]).score
+        assert bucket["score"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_lengths_that_no_source_has_are_left_out():
+    (bucket,) = evaluation.score_by_length(["one two three four five six"] * 2, ["a b"] * 2, ["a b"] * 2)
+    assert bucket["words"] == [6, 10]
+
+
+@pytest.fixture(scope="module")
+def two_results(loaded, learned_pairs):
+    sources, references = zip(*learned_pairs)
+    translated = evaluation.translate_corpus(loaded, sources, beams=[1])
+    other = replace(translated[0], model="another", translations=translated[0].translations[::-1])
+    return [evaluation.evaluate_corpus(one, sources, references) for one in (*translated, other)]
+
+
+def test_tables_name_the_models_where_there_are_several(two_results):
+    console = Console(width=150)
+    with console.capture() as shown:
+        console.print(evaluation.results_table(two_results, title="two"))
+        console.print(evaluation.lengths_table(two_results))
+    assert "another, greedy" in shown.get()
+    with console.capture() as shown:
+        console.print(evaluation.results_table(two_results[1:], title="one"))
+        console.print(evaluation.lengths_table(two_results[1:]))
+    assert "another" not in shown.get()
+    assert "greedy" in shown.get()
+
+
+def test_the_picture_by_length_is_drawn(two_results, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = evaluation.plot_by_length(two_results, tmp_path / "lengths.png", title="two")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_scores_go_on_the_card(learned_model, two_results, tmp_path):
+    folder = shutil.copytree(learned_model, tmp_path / "model")
+    evaluation.add_to_cards([{**two_results[0], "model": str(folder)}], corpus="eight sentences")
+    facts = json.loads((folder / "card.json").read_text())["facts"]
+    assert facts["test_corpus"] == "eight sentences"
+    assert [score["score"] for score in facts["results"][0]["scores"]] == pytest.approx([100, 100, 0], abs=1e-3)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "8 sentence pairs of eight sentences" in card
+    assert facts["results"][0]["scores"][0]["signature"] in card
+
+
+def test_requests_that_would_fail_at_the_end(learned_model, tmp_path):
+    check = partial(evaluation.check_request, json=None, tokenized=False, card=False)
+    check([str(learned_model)])
+    with pytest.raises(EvaluationError, match="named twice"):
+        check([str(learned_model)] * 2)
+    with pytest.raises(ModelError, match="does not exist"):
+        check([str(learned_model), str(tmp_path / "none")])
+    with pytest.raises(EvaluationError, match="is no saved folder of a RelPos model"):
+        check(["user/name"], card=True)
 
 
 def test_sides_must_match_and_not_be_empty(loaded):
