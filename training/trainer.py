@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, ProgressCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, TrainerCallback, TrainerState
+from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
@@ -55,6 +57,13 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
     )
     sort_window: int = field(
         default=100_000, metadata={"help": "Pairs that are sorted by length together; more of them need less padding."}
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after so many evaluations without a new best, and keep the model of the best; this sets "
+            "load_best_model_at_end. The best is that of metric_for_best_model, BLEU by default."
+        },
+    )
     )
     learning_rate: float = field(default=7e-4, metadata={"help": "The peak, reached after warmup_steps."})
     lr_scheduler_type: str = field(default="inverse_sqrt", metadata={"help": "Schedule of the learning rate."})
@@ -74,12 +83,26 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
         # sampler itself makes their number a multiple of the number of processes.
         self.accelerator_config.even_batches = False
         if self.tokens_per_step is not None:
+        if str(self.fsdp).lower() == "true":  # as recipes and the command line write it; Trainer takes it for an option
+            self.fsdp = True
+        if self.early_stopping_patience is not None:
+            self._check_early_stopping()
+            self.load_best_model_at_end = True
+        if self.load_best_model_at_end and self.metric_for_best_model is None and self.predict_with_generate:
+            self.metric_for_best_model = "bleu"
             self._accumulate_to(self.tokens_per_step)
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # which PyTorch warns of where there is no accelerator
 
     def _accumulate_to(self, tokens_per_step: int) -> None:
         if self.gradient_accumulation_steps != 1:
+    def _check_early_stopping(self) -> None:
+        patience = self.early_stopping_patience
+        if patience < 1:
+            raise ValueError(f"early_stopping_patience must be at least 1, not {patience}.")
+        if self.eval_strategy == "no":
+            raise ValueError(f"early_stopping_patience={patience} needs evaluations: set eval_strategy and eval_steps.")
+
             raise ValueError(
                 f"tokens_per_step={tokens_per_step} decides gradient_accumulation_steps, which must not be given as well."
             )
@@ -112,11 +135,14 @@ class TranslationTrainer(Seq2SeqTrainer):
             self.compute_loss_func = partial(smoothed_loss, smoothing=self.args.label_smoothing_factor)
         self._redirected_to: str | None = None
         self._resumed_from: str | None = None
+        self._tokens_since, self._since = 0, None
         for callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(callback)
         self.add_callback(TrainingLog())
         self.add_callback(_LossOfCheckpoint(self))
 
+        if self.args.early_stopping_patience is not None:
+            self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Trainer's own, but for a checkpoint of the last step, after which Trainer would take one step more.
 
@@ -148,6 +174,24 @@ class TranslationTrainer(Seq2SeqTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of `max_tokens` tokens per side, a share of them on each process."""
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | int | None]:
+        """Trainer's own: the batches of one update; counts the tokens that they train on."""
+        if self._since is None or self.state.global_step == self._globalstep_last_logged:  # the first of an entry
+            self._tokens_since, self._since = 0, time.perf_counter()
+        batches, tokens = super().get_batch_samples(*args, **kwargs)
+        if tokens is not None:
+            self._tokens_since += tokens  # perhaps on the device, which is not waited for
+        return batches, tokens
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's own; adds the target tokens that all devices together train on per second, without padding, to each
+        entry with a loss. The time of evaluations does not count."""
+        if "loss" in logs and (tokens := float(self._tokens_since)):
+            logs["tokens_per_second"] = round(tokens / (time.perf_counter() - self._since), 1)
+        if self._since is not None:
+            self._since += logs.get("eval_runtime", 0.0)
+        super().log(logs, start_time)
+
         if self.train_dataset is None:
             raise ValueError("train_dataset must be given to train on, not None.")
         loader = DataLoader(
@@ -288,7 +332,8 @@ class TrainingLog(ProgressCallback):
         if state.is_world_process_zero:
             self.training_bar = _bar(args, state.max_steps, "training")
             self.training_bar.update(state.global_step)
-        self.current_step = state.global_step
+        self.current_step = self.first_step = state.global_step
+        self.started = time.monotonic()
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs) -> None:
         if state.is_world_process_zero:
@@ -300,7 +345,8 @@ class TrainingLog(ProgressCallback):
         if state.is_world_process_zero and logs and "loss" in logs:
             tqdm.write(
                 f"step {state.global_step:>6,}/{state.max_steps:,}   loss {logs['loss']:.3f}   "
-                f"learning rate {logs['learning_rate']:.2e}   epoch {logs.get('epoch', 0):.2f}"
+                f"learning rate {logs['learning_rate']:.2e}   epoch {logs.get('epoch', 0):.2f}   "
+                f"{logs.get('tokens_per_second', 0):,.0f} tokens/s   {self._time_left(state)} left"
             )
         elif state.is_world_process_zero and logs and "eval_bleu" in logs and self.training_bar is not None:
             tqdm.write(
@@ -337,6 +383,11 @@ class _LossOfCheckpoint(TrainerCallback):
         if checkpoint and file.is_file():
             saved = json.loads(file.read_text())
             self.trainer._tr_loss += saved["loss"]
+    def _time_left(self, state: TrainerState) -> timedelta:
+        """At the speed since this process began to train, evaluations and saves included."""
+        per_step = (time.monotonic() - self.started) / max(state.global_step - self.first_step, 1)
+        return timedelta(seconds=round(per_step * (state.max_steps - state.global_step)))
+
             self.trainer._globalstep_last_logged = saved["since_step"]
 
 
