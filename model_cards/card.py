@@ -183,7 +183,8 @@ def _metadata(facts: dict[str, Any]) -> ModelCardData:
         library_name="transformers",
         pipeline_tag="translation",
         tags=["translation", "relpos", "relative-position-representations"],
-        base_model=facts.get("base_model"),
+        # a folder's name leads nowhere on the Hub
+        base_model=base_model if "/" in (base_model := facts.get("base_model", "")) else None,
         datasets=facts.get("dataset"),
         metrics=sorted({result.metric_type for result in results}) or None,
         model_name=facts["name"],

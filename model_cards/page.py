@@ -6,6 +6,7 @@ a Space it shows the model that README.md beside it lists.
 
 import copy
 import html
+import math
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ except ImportError:
 LONGEST_TEXT = 2000  # characters
 MOST_DRAWN = 40  # tokens on a side
 CELL = 22  # pixels
-LABEL = 92  # pixels
+LETTER = 7  # pixels, about
+NARROWEST = 320  # pixels that a box needs; on a phone they stand below one another
 SOURCE, WRITTEN, READ = "source", "written", "read"
 # what is drawn: name, and the tokens of its rows (queries) and columns (keys)
 KINDS = {
@@ -170,37 +172,39 @@ def heat_map(values: torch.Tensor, *, rows: list[str], columns: list[str], title
     above, which the colour-blind can tell apart. Cells that are not finite stay empty."""
     finite = values[values.isfinite()]
     limit = float(finite.abs().max()) if finite.numel() else 0.0
-    width, height = LABEL + CELL * len(columns) + 4, LABEL + CELL * len(rows) + 4
+    rows, columns = [_shortened(label) for label in rows], [_shortened(label) for label in columns]
+    left, top = LETTER * max(map(len, rows)) + 10, LETTER * max(map(len, columns)) + 14
+    width, height = left + CELL * len(columns) + top // 2, top + CELL * len(rows)  # the last label leans to the right
+    escaped = html.escape(title)
     parts = [
-        f'<figure class="heat" style="margin:0"><figcaption>{html.escape(title)}, at most {limit:.2f}</figcaption>'
-        f'<svg width="{width}" height="{height}" role="img" aria-label="{html.escape(title)}" '
+        f'<figure class="heat" style="margin:0"><figcaption>{escaped}, at most {limit:.2f}</figcaption>'
+        f'<svg width="{width}" height="{height}" role="img" aria-label="{escaped}" '
         'font-family="system-ui, sans-serif" font-size="12" fill="#222">'
     ]
     for i, label in enumerate(rows):
-        y = LABEL + CELL * i + CELL * 0.7
-        parts.append(f'<text x="{LABEL - 6}" y="{y:.0f}" text-anchor="end">{_shortened(label)}</text>')
+        parts.append(f'<text x="{left - 6}" y="{top + CELL * i + 15}" text-anchor="end">{html.escape(label)}</text>')
     for j, label in enumerate(columns):
-        x = LABEL + CELL * j + CELL * 0.7
-        parts.append(f'<text transform="translate({x:.0f} {LABEL - 6}) rotate(-60)">{_shortened(label)}</text>')
+        place = f"translate({left + CELL * j + 15} {top - 6}) rotate(-60)"
+        parts.append(f'<text transform="{place}">{html.escape(label)}</text>')
     for i, row in enumerate(values.tolist()):
         for j, value in enumerate(row):
-            if value == value:  # not NaN
-                parts.append(_cell(i, j, value, limit, f"{rows[i]} → {columns[j]}: {value:.3f}", signed=signed))
+            if math.isfinite(value):
+                strength = value / limit if limit else 0.0
+                colour = _colour(strength if signed else abs(strength))
+                place = f'x="{left + CELL * j}" y="{top + CELL * i}" width="{CELL - 1}" height="{CELL - 1}"'
+                says = html.escape(f"{rows[i]} → {columns[j]}: {value:.3f}")
+                parts.append(f'<rect {place} fill="{colour}"><title>{says}</title></rect>')
     return "".join([*parts, "</svg></figure>"])
 
 
-def _cell(i: int, j: int, value: float, limit: float, label: str, *, signed: bool) -> str:
-    strength = abs(value) / limit if limit else 0.0
-    full = (230, 97, 1) if signed and value < 0 else (33, 102, 172)
-    colour = ",".join(str(round(255 - strength * (255 - part))) for part in full)
-    return (
-        f'<rect x="{LABEL + CELL * j}" y="{LABEL + CELL * i}" width="{CELL - 1}" height="{CELL - 1}" '
-        f'fill="rgb({colour})"><title>{html.escape(label)}</title></rect>'
-    )
+def _colour(strength: float) -> str:
+    """From orange at -1 by white to blue at 1."""
+    full = (230, 97, 1) if strength < 0 else (33, 102, 172)
+    return f"rgb({','.join(str(round(255 - abs(strength) * (255 - part))) for part in full)})"
 
 
 def _shortened(label: str) -> str:
-    return html.escape(label if len(label) <= 12 else f"{label[:11]}…")
+    return label if len(label) <= 12 else f"{label[:11]}…"
 
 
 def build_page(model: Any, tokenizer: Any, *, name: str) -> gr.Blocks:
@@ -209,7 +213,7 @@ def build_page(model: Any, tokenizer: Any, *, name: str) -> gr.Blocks:
     heads = [MEAN, *map(str, range(1, max(config.encoder_attention_heads, config.decoder_attention_heads) + 1))]
 
     def translate(
-        text: str, beams: float, language: str | None, kind: str, layer: float, head: str
+        text: str, beams: float, language: str | None, kind: str, layer: int, head: str
     ) -> tuple[str, Trace, str, str]:
         sentences = [line for line in text.splitlines() if line.strip()]
         if not sentences:
@@ -218,14 +222,14 @@ def build_page(model: Any, tokenizer: Any, *, name: str) -> gr.Blocks:
         translation = "\n".join(one.translation for one in seen)
         return translation, seen[0], *draw(seen[0], kind, *_within(kind, layer, head))
 
-    def redraw(seen: Trace | None, kind: str, layer: float, head: str) -> tuple[str, str]:
+    def redraw(seen: Trace | None, kind: str, layer: int, head: str) -> tuple[str, str]:
         return draw(seen, kind, *_within(kind, layer, head))
 
-    def _within(kind: str, layer: float, head: str) -> tuple[int, str]:
+    def _within(kind: str, layer: int, head: str) -> tuple[int, str]:
         """A layer and a head that this side has."""
         side = "encoder" if kind == "encoder" else "decoder"
         last = getattr(config, f"{side}_attention_heads")
-        return min(int(layer), getattr(config, f"{side}_layers")), head if head == MEAN else str(min(int(head), last))
+        return min(layer, getattr(config, f"{side}_layers")), head if head == MEAN else str(min(int(head), last))
 
     targets = list(_languages(tokenizer))
     sides = [getattr(config, side, None) for side in ("source_language", "target_language")]
@@ -233,8 +237,9 @@ def build_page(model: Any, tokenizer: Any, *, name: str) -> gr.Blocks:
     with gr.Blocks(title=f"{name} – RelPos", analytics_enabled=False) as page:
         gr.Markdown(f"# {name}\n" + (f"Translates from {direction}." if all(sides) else ""))
         with gr.Row():
-            text = gr.Textbox(label="Text", lines=3, max_length=LONGEST_TEXT, autofocus=True, elem_id="text")
-            translation = gr.Textbox(label="Translation", lines=3, interactive=False, elem_id="translation")
+            box = {"lines": 3, "min_width": NARROWEST}
+            text = gr.Textbox(label="Text", max_length=LONGEST_TEXT, autofocus=True, elem_id="text", **box)
+            translation = gr.Textbox(label="Translation", interactive=False, elem_id="translation", **box)
         with gr.Row(equal_height=True):
             own_beams = min(model.generation_config.num_beams or 1, 8)
             beams = gr.Slider(1, 8, value=own_beams, step=1, label="Beams", elem_id="beams")
@@ -244,11 +249,11 @@ def build_page(model: Any, tokenizer: Any, *, name: str) -> gr.Blocks:
         with gr.Row():
             choices = [(label, kind) for kind, (label, *_) in KINDS.items()]
             kind = gr.Radio(choices, value="encoder", label="Attention", elem_id="kind")
-            layers = max(config.encoder_layers, config.decoder_layers)
-            layer = gr.Slider(1, layers, value=1, step=1, label="Layer", visible=layers > 1, elem_id="layer")
+            layers = list(range(1, max(config.encoder_layers, config.decoder_layers) + 1))
+            layer = gr.Dropdown(layers, value=1, label="Layer", elem_id="layer")
             head = gr.Dropdown(heads, value=MEAN, label="Head", elem_id="head")
         with gr.Row():
-            pictures = [gr.HTML(elem_id="weights"), gr.HTML(elem_id="bias")]
+            pictures = [gr.HTML(elem_id=name, min_width=NARROWEST) for name in ("weights", "bias")]
         seen = gr.State()
         view = [kind, layer, head]
         gr.on(

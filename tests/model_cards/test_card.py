@@ -131,6 +131,12 @@ def test_damaged_facts_are_refused(folder, content):
         write_card(folder, {"steps": 1})
 
 
+def test_a_base_model_that_is_a_folder_is_no_link(folder):
+    path = write_card(folder, {"base_model": "quickstart"})
+    assert ModelCard.load(path).data.base_model is None
+    assert "made from `quickstart`" in path.read_text()
+
+
 def test_the_picture_of_the_tables_is_shown_where_there_is_one(folder):
     (folder / "positions.png").write_bytes(b"")
     assert "](positions.png)" in write_card(folder, {}).read_text()
