@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import datasets
 import transformers
 import yaml
 from datasets import Dataset
+from huggingface_hub import HfApi
 from rich.console import Console
 from rich.table import Table
 from transformers import (
@@ -32,6 +34,7 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relpos.configuration import preset, presets
+from relpos.model_cards import publishing
 from relpos.model_cards.card import write_card
 
 from .allocator import keep_freed_memory
@@ -66,8 +69,28 @@ def main(argv: list[str] | None = None) -> Path:
         RecipeError: A field is unknown or has an impossible value, or `output_dir` is taken.
         CorpusError: A corpus cannot be read.
         ModelError: The model to fine-tune cannot be opened.
+        PublishError: `push_to_hub` is set, and the Hub does not take the model; found before the training where it can.
     """
-    return train(parse_arguments(sys.argv[1:] if argv is None else argv))
+    run = parse_arguments(sys.argv[1:] if argv is None else argv)
+    push = _prepare_push(run.training)
+    output_dir = train(run)
+    push(output_dir)
+    return output_dir
+
+
+def _prepare_push(args: TranslationTrainingArguments) -> Callable[[Path], None]:
+    """What to do at the end with the model's folder: push it, where `push_to_hub` says so and the Hub lets us.
+
+    Trainer's own way is turned off: it uploads all of `output_dir`, with checkpoints, arguments and paths in them.
+    """
+    wanted, args.push_to_hub = args.push_to_hub and args.should_save, False
+    if not wanted:
+        return lambda folder: None
+    if not args.hub_model_id:
+        raise RecipeError("push_to_hub needs hub_model_id, the name of the model on the Hub: user/name.")
+    options = {"private": bool(args.hub_private_repo), "api": HfApi(token=args.hub_token)}
+    publishing.check_access(args.hub_model_id, **options)
+    return lambda folder: print(publishing.publish(folder, args.hub_model_id, **options))
 
 
 def train(run: Run) -> Path:
@@ -301,11 +324,12 @@ def _report(output_dir: Path, scores: dict, validation_set: Dataset | None, args
 def _facts(run: Run, trainer: TranslationTrainer, corpora: Corpora, averaged: int) -> dict[str, Any]:
     args = run.training
     bundled = run.data.train_corpus == [BUNDLED]
+    parent = Path(run.model.model).name if Path(run.model.model).exists() else run.model.model  # user/name on the Hub
     source_language, target_language = _only_languages(corpora)
     return {
         "source_language": source_language,
         "target_language": target_language,
-        "base_model": None if run.model.model in presets() else Path(run.model.model).name,
+        "base_model": None if run.model.model in presets() else parent,
         "corpus": BUNDLED_SOURCE if bundled else ", ".join(Path(name).name for name in run.data.train_corpus),
         "corpus_license": BUNDLED_LICENSE if bundled else None,
         "pairs": len(trainer.train_dataset),
@@ -324,6 +348,6 @@ def _facts(run: Run, trainer: TranslationTrainer, corpora: Corpora, averaged: in
 if __name__ == "__main__":
     try:
         main()
-    except (RecipeError, CorpusError, ModelError, SavingError) as error:
+    except (RecipeError, CorpusError, ModelError, SavingError, publishing.PublishError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
