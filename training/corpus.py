@@ -348,7 +348,10 @@ def _from_dataset(name: str, languages: tuple[str, str], split: str, streaming: 
     # The loader of a dataset can fail in as many ways as there are loaders; each is a corpus that cannot be read.
     except Exception as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise CorpusError(f"{name} is neither a corpus file nor a dataset that can be loaded: {reason}.") from error
+        files = " and ".join(f"{name}.{language}" for language in languages)
+        raise CorpusError(
+            f"{name} is neither a corpus file, nor a pair of files ({files}), nor a dataset that can be loaded: {reason}."
+        ) from error
     if first is None:
         raise CorpusError(f"The split {split!r} of {name} is empty.")
     pair = first.get("translation", first)

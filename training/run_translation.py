@@ -36,14 +36,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from relpos.configuration import preset, presets
 from relpos.model_cards import publishing
 from relpos.model_cards.card import write_card
+from relpos.pipeline_relpos import language_tags
 
 from .allocator import keep_freed_memory
 from .averaging import average_checkpoints
 from .batching import sequence_lengths
 from .checkpoints import whole_checkpoints
 from .corpus import BUNDLED, BUNDLED_LICENSE, BUNDLED_SOURCE, CorpusError
+from .evaluation import score_translations
 from .loading import ModelError
-from .metric import compute_metrics_with
+from .metric import BLEU, CHRF, compute_metrics_with, decode_padded
 from .preparation import Corpora, load_run_tokenizer, make_tokenizer, read_corpora, tokenize_corpora
 from .recipe import RECIPE_FILE, RecipeError, Run, parse_arguments
 from .trainer import (
@@ -125,12 +127,12 @@ def train(run: Run) -> Path:
         _announce(trainer, corpora.dropped, checkpoint)
     trainer.train(resume_from_checkpoint=checkpoint)
     averaged = _average(trainer) if args.average_last > 1 else 1
-    scores = trainer.evaluate() if trainer.eval_dataset else {}
+    scores, results = _validate(trainer) if trainer.eval_dataset else ({}, [])
     trainer.save_state()
     _write_model(trainer, output_dir)
     if args.should_save:
         if trainer.model.config.model_type == "relpos":
-            write_card(output_dir, _facts(run, trainer, corpora, averaged))
+            write_card(output_dir, {**_facts(run, trainer, corpora, averaged), **_card_scores(run, results)})
         _report(output_dir, scores, trainer.eval_dataset, args)
     trainer.accelerator.wait_for_everyone()
     return output_dir
@@ -163,7 +165,7 @@ def prepare_folder(run: Run) -> None:
 
 def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
     output_dir = recipe_file.parent
-    earlier = yaml.safe_load(recipe_file.read_text(encoding="utf-8"))
+    earlier = yaml.safe_load(recipe_file.read_text(encoding="utf-8")) or {}
     different = [name for name in {**earlier, **run.repeatable} if earlier.get(name) != run.repeatable.get(name)]
     if different and has_model:
         field = different[0]
@@ -188,10 +190,11 @@ def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
         if tokenizer is None:
             tokenizer = make_tokenizer(run.model, run.data, corpora)
             if args.should_save and args.world_size > 1:
-                save_tokenizer(tokenizer, output_dir)  # which the other processes take
+                _write_beginnings(run, tokenizer)  # which the other processes take
         sets = tokenize_corpora(corpora, tokenizer, run.data)
     model = make_model(run, tokenizer, corpora)
-    _record_longest_source(model.config, sets.train)
+    if not run.data.streaming:
+        _record_longest_source(model.config, sets.train)
     trainer = TranslationTrainer(
         model=model,
         args=args,
@@ -200,7 +203,7 @@ def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
         eval_dataset=sets.validation,
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-        compute_metrics=compute_metrics_with(tokenizer),
+        compute_metrics=compute_metrics_with(tokenizer) if args.predict_with_generate else None,
     )
     return trainer, corpora
 
@@ -221,14 +224,16 @@ def make_model(run: Run, tokenizer: PreTrainedTokenizerBase, corpora: Corpora) -
                 model.resize_token_embeddings(size)
     except (ValueError, OSError) as error:
         raise RecipeError(" ".join(str(error).split())) from error
-    model.config.source_language, model.config.target_language = _only_languages(corpora)
+    for side, names in _languages(corpora, tokenizer).items():
+        setattr(model.config, side, names if isinstance(names, str) else None)
     return model
 
 
-def _only_languages(corpora: Corpora) -> tuple[str | None, str | None]:
-    """The source and the target language, each if there is but one."""
-    sides = (set(side) for side in zip(*corpora.train))
-    return tuple(languages.pop() if len(languages) == 1 else None for languages in sides)
+def _languages(corpora: Corpora, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | list[str]]:
+    """The source and the target language, or a list of those that there are; a fine-tuned model keeps its tags."""
+    sources, targets = (sorted(set(side)) for side in zip(*corpora.train))
+    sides = {"source_language": sources, "target_language": [*language_tags(tokenizer)] or targets}
+    return {side: names[0] if len(names) == 1 else names for side, names in sides.items()}
 
 
 def _record_longest_source(config: PreTrainedConfig, dataset: Dataset) -> None:
@@ -240,7 +245,7 @@ def _record_longest_source(config: PreTrainedConfig, dataset: Dataset) -> None:
 
 def _check_same_batches(checkpoint: str, trainer: TranslationTrainer) -> None:
     """Refuse to go on with other batches: the rest of an epoch would be of another order than what was trained."""
-    saved = trainer.batches_of(checkpoint)
+    saved = trainer.batches_of(checkpoint)  # None: a stream, or another program's
     if saved is not None and saved != trainer.batch_sampler.fingerprint:
         raise RecipeError(
             f"train_corpus, or the number of devices, has changed since {checkpoint} was saved, so that its run cannot "
@@ -250,12 +255,13 @@ def _check_same_batches(checkpoint: str, trainer: TranslationTrainer) -> None:
 
 
 def _write_beginnings(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What the same command finds when it is given again: the tokenizer, and then the recipe."""
+    """What the same command finds when it is given again: the recipe, and the tokenizer."""
     output_dir = Path(run.training.output_dir)
-    save_tokenizer(tokenizer, output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     partial = output_dir / f"{RECIPE_FILE}.partial"
     partial.write_text(yaml.safe_dump(run.repeatable, allow_unicode=True, sort_keys=False), encoding="utf-8")
     os.replace(partial, output_dir / RECIPE_FILE)
+    save_tokenizer(tokenizer, output_dir)
 
 
 def _average(trainer: TranslationTrainer) -> int:
@@ -274,6 +280,28 @@ def _average(trainer: TranslationTrainer) -> int:
     return len(checkpoints)
 
 
+def _validate(trainer: TranslationTrainer) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Translate the validation set with the final model: Trainer's metrics, and the scores for its card."""
+    if not trainer.args.predict_with_generate:
+        return trainer.evaluate(), []
+    predicted = trainer.predict(trainer.eval_dataset, metric_key_prefix="eval")
+    trainer.log(predicted.metrics)
+    if not trainer.is_world_process_zero():  # the translations are the same on all
+        return predicted.metrics, []
+    sides = [decode_padded(trainer.processing_class, ids) for ids in (predicted.predictions, predicted.label_ids)]
+    # TER takes long on what a model that is not done repeats without end
+    scores = score_translations(*sides, metrics=(BLEU, CHRF))
+    beams = trainer.args.generation_num_beams or trainer.model.generation_config.num_beams or 1
+    return predicted.metrics, [{"beams": beams, "pairs": len(sides[0]), "scores": scores}]
+
+
+def _card_scores(run: Run, results: list[dict[str, Any]]) -> dict[str, Any]:
+    if not results:
+        return {}
+    named = " and ".join(Path(name).name for name in run.data.validation_corpus or ())
+    return {"test_corpus": named or "the validation part of the bundled corpus", "results": results}
+
+
 def _write_model(trainer: TranslationTrainer, output_dir: Path) -> None:
     """Save the final model; every process has to call this, since each may hold a part of the weights."""
     weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
@@ -283,20 +311,27 @@ def _write_model(trainer: TranslationTrainer, output_dir: Path) -> None:
 
 
 def _announce(trainer: TranslationTrainer, dropped: Counter, checkpoint: str | None) -> None:
-    args, sampler = trainer.args, trainer.batch_sampler
-    steps_per_epoch = max(len(sampler) // (args.world_size * args.gradient_accumulation_steps), 1)
-    steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * steps_per_epoch)
+    args = trainer.args
     rows = {
-        "training pairs": f"{len(trainer.train_dataset):,}",
+        "training pairs": "a stream",
         "left out": ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count),
         "validation pairs": f"{len(trainer.eval_dataset):,}" if trainer.eval_dataset else "none",
         "vocabulary": f"{len(trainer.processing_class):,} subwords",
         "model": f"{trainer.model.num_parameters() / 1e6:.2f} million parameters",
-        "batches": f"up to {args.max_tokens:,} tokens per side, {len(sampler):,} per epoch, padding {{:.0%}} of the "
-        "sources and {:.0%} of the targets".format(*sampler.padding),
-        "training": f"{steps:,} steps, {steps / steps_per_epoch:.1f} epochs, on {_devices(args)}",
+        "batches": f"up to {args.max_tokens:,} tokens per side",
+        "training": f"{args.max_steps:,} steps, on {_devices(args)}",
         "going on from": checkpoint,
     }
+    if isinstance(trainer.train_dataset, Dataset):
+        sampler = trainer.batch_sampler
+        steps_per_epoch = max(len(sampler) // (args.world_size * args.gradient_accumulation_steps), 1)
+        steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * steps_per_epoch)
+        rows |= {
+            "training pairs": f"{len(trainer.train_dataset):,}",
+            "batches": f"{rows['batches']}, {len(sampler):,} per epoch, padding {{:.0%}} of the sources and {{:.0%}} of "
+            "the targets".format(*sampler.padding),
+            "training": f"{steps:,} steps, {steps / steps_per_epoch:.1f} epochs, on {_devices(args)}",
+        }
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         if value:
@@ -312,12 +347,11 @@ def _devices(args: TranslationTrainingArguments) -> str:
 def _report(output_dir: Path, scores: dict, validation_set: Dataset | None, args: TranslationTrainingArguments) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if scores:
-        beams = args.generation_num_beams
-        console.print(
-            f"Validation, {len(validation_set):,} pairs, {'greedy' if beams == 1 else f'{beams} beams'}: "
-            f"BLEU {scores['eval_bleu']:.1f}, chrF {scores['eval_chrf']:.1f}, "
-            f"loss {scores['eval_loss']:.3f}"
-        )
+        found = f"loss {scores['eval_loss']:.3f}"
+        if args.predict_with_generate:
+            search = "greedy" if args.generation_num_beams == 1 else f"{args.generation_num_beams} beams"
+            found = f"{search}: BLEU {scores['eval_bleu']:.1f}, chrF {scores['eval_chrf']:.1f}, {found}"
+        console.print(f"Validation, {len(validation_set):,} pairs, {found}")
     console.print(f"The model is in {output_dir}.")
 
 
@@ -325,14 +359,12 @@ def _facts(run: Run, trainer: TranslationTrainer, corpora: Corpora, averaged: in
     args = run.training
     bundled = run.data.train_corpus == [BUNDLED]
     parent = Path(run.model.model).name if Path(run.model.model).exists() else run.model.model  # user/name on the Hub
-    source_language, target_language = _only_languages(corpora)
     return {
-        "source_language": source_language,
-        "target_language": target_language,
+        **_languages(corpora, trainer.processing_class),
         "base_model": None if run.model.model in presets() else parent,
         "corpus": BUNDLED_SOURCE if bundled else ", ".join(Path(name).name for name in run.data.train_corpus),
         "corpus_license": BUNDLED_LICENSE if bundled else None,
-        "pairs": len(trainer.train_dataset),
+        "pairs": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None,
         "steps": trainer.state.global_step,
         "training": {
             "batch": f"up to {args.max_tokens * args.gradient_accumulation_steps * args.world_size:,} tokens per side",
@@ -340,9 +372,17 @@ def _facts(run: Run, trainer: TranslationTrainer, corpora: Corpora, averaged: in
             "learning rate": f"{args.learning_rate} at its peak, {args.lr_scheduler_type.value}, "
             f"{args.warmup_steps:g} warm-up steps",
             "label smoothing": args.label_smoothing_factor,
+            **_vocabulary(run, trainer.processing_class),
             **({"weights": f"the mean of the last {averaged} checkpoints"} if averaged > 1 else {}),
         },
     }
+
+
+def _vocabulary(run: Run, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What kind of vocabulary was trained, where one was."""
+    if run.model.tokenizer or run.model.model not in presets():
+        return {}
+    return {"vocabulary": f"{len(tokenizer):,} subwords of a Unigram model with a byte fallback, shared by both sides"}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -25,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 
 from .batching import TokenBatchSampler, sequence_lengths
 from .checkpoints import flush_to_disk, whole_checkpoints
+from .streaming import StreamedBatches
 
 _STAGING = ".saving"
 _RUN_STATE = "run_state.json"
@@ -55,8 +57,6 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
     average_last: int = field(
         default=1, metadata={"help": "Checkpoints whose weights are averaged into the final model; 1: the last state."}
     )
-    sort_window: int = field(
-        default=100_000, metadata={"help": "Pairs that are sorted by length together; more of them need less padding."}
     early_stopping_patience: int | None = field(
         default=None,
         metadata={
@@ -64,6 +64,8 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
             "load_best_model_at_end. The best is that of metric_for_best_model, BLEU by default."
         },
     )
+    sort_window: int = field(
+        default=100_000, metadata={"help": "Pairs that are sorted by length together; more of them need less padding."}
     )
     learning_rate: float = field(default=7e-4, metadata={"help": "The peak, reached after warmup_steps."})
     lr_scheduler_type: str = field(default="inverse_sqrt", metadata={"help": "Schedule of the learning rate."})
@@ -75,14 +77,12 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
     predict_with_generate: bool = field(default=True, metadata={"help": "Evaluate by translating."})
     generation_num_beams: int | None = field(default=1, metadata={"help": "Beams in evaluations during training."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Pairs of a batch in evaluation."})
+    restore_callback_states_from_checkpoint: bool = field(
+        default=True, metadata={"help": "Go on with the count of early stopping after a restart."}
+    )
     logging_steps: float = field(default=100, metadata={"help": "Steps between two lines of the log."})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        # Batches of a sampler differ in their number of pairs, so accelerate cannot make them even. Nor need it: the
-        # sampler itself makes their number a multiple of the number of processes.
-        self.accelerator_config.even_batches = False
-        if self.tokens_per_step is not None:
         if str(self.fsdp).lower() == "true":  # as recipes and the command line write it; Trainer takes it for an option
             self.fsdp = True
         if self.early_stopping_patience is not None:
@@ -90,12 +90,12 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
             self.load_best_model_at_end = True
         if self.load_best_model_at_end and self.metric_for_best_model is None and self.predict_with_generate:
             self.metric_for_best_model = "bleu"
+        super().__post_init__()
+        if self.tokens_per_step is not None:
             self._accumulate_to(self.tokens_per_step)
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # which PyTorch warns of where there is no accelerator
 
-    def _accumulate_to(self, tokens_per_step: int) -> None:
-        if self.gradient_accumulation_steps != 1:
     def _check_early_stopping(self) -> None:
         patience = self.early_stopping_patience
         if patience < 1:
@@ -103,6 +103,8 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
         if self.eval_strategy == "no":
             raise ValueError(f"early_stopping_patience={patience} needs evaluations: set eval_strategy and eval_steps.")
 
+    def _accumulate_to(self, tokens_per_step: int) -> None:
+        if self.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"tokens_per_step={tokens_per_step} decides gradient_accumulation_steps, which must not be given as well."
             )
@@ -118,8 +120,8 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
 class TranslationTrainer(Seq2SeqTrainer):
     """Seq2SeqTrainer, but for batches by tokens, a quiet progress bar, and saves that are whole or absent.
 
-    The training set needs the columns `input_ids` and `labels`. Saved configurations have `use_cache` on, which
-    Trainer turns off in the model that it trains.
+    The training set needs the columns `input_ids` and `labels`; it can be a stream, see StreamedBatches. Saved
+    configurations have `use_cache` on, which Trainer turns off in the model that it trains.
 
     Args:
         args, kwargs: As for Seq2SeqTrainer.
@@ -133,16 +135,16 @@ class TranslationTrainer(Seq2SeqTrainer):
         self._copies = copies
         if self.args.label_smoothing_factor and self.compute_loss_func is None:
             self.compute_loss_func = partial(smoothed_loss, smoothing=self.args.label_smoothing_factor)
+        self._tokens_since, self._since = 0, None
         self._redirected_to: str | None = None
         self._resumed_from: str | None = None
-        self._tokens_since, self._since = 0, None
         for callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(callback)
         self.add_callback(TrainingLog())
-        self.add_callback(_LossOfCheckpoint(self))
-
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
+        self.add_callback(_LossOfCheckpoint(self))
+
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Trainer's own, but for a checkpoint of the last step, after which Trainer would take one step more.
 
@@ -172,8 +174,6 @@ class TranslationTrainer(Seq2SeqTrainer):
             self.args.max_steps if self.args.max_steps > 0 else state.max_steps
         )
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Batches of `max_tokens` tokens per side, a share of them on each process."""
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | int | None]:
         """Trainer's own: the batches of one update; counts the tokens that they train on."""
         if self._since is None or self.state.global_step == self._globalstep_last_logged:  # the first of an entry
@@ -192,8 +192,12 @@ class TranslationTrainer(Seq2SeqTrainer):
             self._since += logs.get("eval_runtime", 0.0)
         super().log(logs, start_time)
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of `max_tokens` tokens per side, a share of them on each process."""
         if self.train_dataset is None:
             raise ValueError("train_dataset must be given to train on, not None.")
+        if isinstance(self.train_dataset, datasets.IterableDataset):
+            return DataLoader(self._streamed_batches(), batch_size=None, collate_fn=self.data_collator)
         loader = DataLoader(
             self._remove_unused_columns(self.train_dataset, description="training"),
             batch_sampler=self.batch_sampler,
@@ -203,7 +207,14 @@ class TranslationTrainer(Seq2SeqTrainer):
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-        return self.accelerator.prepare(loader)
+        # Batches of a sampler differ in their number of pairs, so accelerate cannot make them even. Nor need it: the
+        # sampler itself makes their number a multiple of the number of processes. Evaluation needs it, since a process
+        # that has no batch left would miss what all of them do together.
+        wanted, self.accelerator.even_batches = self.accelerator.even_batches, False
+        try:
+            return self.accelerator.prepare(loader)
+        finally:
+            self.accelerator.even_batches = wanted
 
     @cached_property
     def batch_sampler(self) -> TokenBatchSampler:
@@ -219,12 +230,26 @@ class TranslationTrainer(Seq2SeqTrainer):
             sequence_lengths(self.train_dataset, "labels"),
             max_tokens=self.args.max_tokens,
             window=self.args.sort_window,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            seed=self._order_seed,
             multiple_of=batches_per_step if enough else self.args.world_size,
             copies=self._copies,
         )
         self.add_callback(_EpochOfSampler(sampler))
         return sampler
+
+    def _streamed_batches(self) -> StreamedBatches:
+        return StreamedBatches(
+            self.train_dataset,
+            max_tokens=self.args.max_tokens,
+            window=self.args.sort_window,
+            seed=self._order_seed,
+            process=self.args.process_index,
+            processes=self.args.world_size,
+        )
+
+    @property
+    def _order_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._redirected_to or super()._get_output_dir(trial)
@@ -271,7 +296,6 @@ class TranslationTrainer(Seq2SeqTrainer):
                 output_dir=str(run_dir),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
 
@@ -280,11 +304,9 @@ class TranslationTrainer(Seq2SeqTrainer):
         batches were."""
         loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
         if self.args.should_save:
-            state = {
-                "loss": loss,
-                "since_step": self._globalstep_last_logged,
-                "batches": self.batch_sampler.fingerprint,
-            }
+            streamed = isinstance(self.train_dataset, datasets.IterableDataset)
+            batches = None if streamed else self.batch_sampler.fingerprint
+            state = {"loss": loss, "since_step": self._globalstep_last_logged, "batches": batches}
             (checkpoint / _RUN_STATE).write_text(json.dumps(state))
 
     @staticmethod
@@ -292,6 +314,13 @@ class TranslationTrainer(Seq2SeqTrainer):
         """The fingerprint of the batch sampler of a checkpoint's run; None where the checkpoint does not say."""
         file = Path(checkpoint, _RUN_STATE)
         return json.loads(file.read_text())["batches"] if file.is_file() else None
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Trainer takes every weight that shares its memory with another for a missing one, since files hold it once
+        for name in getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", ()):
+            if name in load_result.missing_keys:
+                load_result.missing_keys.remove(name)
+        super()._issue_warnings_after_load(load_result)
 
     def load_weights(self, folder: str | Path) -> None:
         """Replace the weights of the model, on every process, by those of a saved folder."""
@@ -354,6 +383,11 @@ class TrainingLog(ProgressCallback):
                 f"BLEU {logs['eval_bleu']:.1f}   chrF {logs['eval_chrf']:.1f}"
             )
 
+    def _time_left(self, state: TrainerState) -> timedelta:
+        """At the speed since this process began to train, evaluations and saves included."""
+        per_step = (time.monotonic() - self.started) / max(state.global_step - self.first_step, 1)
+        return timedelta(seconds=round(per_step * (state.max_steps - state.global_step)))
+
 
 def _bar(args: TranslationTrainingArguments, total: int, description: str, *, leave: bool = True) -> tqdm:
     # None: where standard error is a terminal
@@ -383,11 +417,6 @@ class _LossOfCheckpoint(TrainerCallback):
         if checkpoint and file.is_file():
             saved = json.loads(file.read_text())
             self.trainer._tr_loss += saved["loss"]
-    def _time_left(self, state: TrainerState) -> timedelta:
-        """At the speed since this process began to train, evaluations and saves included."""
-        per_step = (time.monotonic() - self.started) / max(state.global_step - self.first_step, 1)
-        return timedelta(seconds=round(per_step * (state.max_steps - state.global_step)))
-
             self.trainer._globalstep_last_logged = saved["since_step"]
 
 

@@ -63,7 +63,7 @@ def start_and_kill(command, when):
     """Run a command and kill it, without a chance to tidy up, as soon as `when` says so."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while process.poll() is None and not when():
-        time.sleep(0.0005)
+        time.sleep(0.002)
     process.kill()
     stderr = process.communicate()[1].decode()
     assert process.returncode == -signal.SIGKILL, f"the run ended by itself: {stderr[-2000:]}"
@@ -208,6 +208,27 @@ def test_a_run_that_never_saved_gives_way_to_another_recipe(corpus, tmp_path, mo
     assert (folder / "recipe.yaml").is_file()
     main(arguments(corpus, folder, vocab_size=410, max_steps=1))
     assert json.loads((folder / "config.json").read_text())["vocab_size"] <= 410
+
+
+@pytest.mark.parametrize("stop_at", [6, 12])
+def test_early_stopping_counts_on(corpus, tmp_path, monkeypatch, stop_at):
+    """With a rate of zero nothing improves: the first of the evaluations is the best, and three more end the run."""
+    options = {"learning_rate": 0, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "save_total_limit": 9}
+    options |= {"early_stopping_patience": 3, "metric_for_best_model": "eval_loss", "validation_corpus": corpus}
+    options |= {"generation_max_length": 5, "predict_with_generate": "false"}
+    save = TranslationTrainer._save_checkpoint
+
+    def save_and_stop(self, model, trial):
+        save(self, model, trial)
+        if self.state.global_step == stop_at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TranslationTrainer, "_save_checkpoint", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments(corpus, tmp_path / "run", **options))
+    folder = main(arguments(corpus, tmp_path / "run", **options))
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 12
 
 
 def test_the_last_checkpoints_are_averaged(corpus, tmp_path, capsys):

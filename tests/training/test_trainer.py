@@ -74,7 +74,6 @@ def test_the_papers_settings_are_the_defaults(tmp_path):
     assert args.warmup_steps == 4000
     assert args.label_smoothing_factor == 0.1
     assert args.weight_decay == args.max_grad_norm == 0
-    assert args.accelerator_config.even_batches is False
     assert args.learning_rate == pytest.approx(512**-0.5 * 4000**-0.5, rel=0.01)
 
 

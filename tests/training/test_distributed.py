@@ -1,0 +1,118 @@
+"""The same recipe on one process and on two, started by torchrun."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM
+
+from relpos.training.checkpoints import whole_checkpoints
+from relpos.training.run_translation import main
+
+FIELDS = {
+    "model": "tiny",
+    "vocab_size": 420,
+    "max_tokens": 150,
+    "tokens_per_step": 300,  # two batches: one on each of two processes, or one after the other
+    "max_steps": 6,
+    "save_steps": 3,
+    "logging_steps": 1,
+    "warmup_steps": 4,
+    "learning_rate": 1e-3,
+    "use_cpu": "true",
+    "generation_max_length": 10,
+    "per_device_eval_batch_size": 10,  # of 61: the last of the seven batches is one process's alone
+}
+PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    file = tmp_path_factory.mktemp("corpus") / "corpus.tsv"
+    words = random.Random(0)
+    lines = [" ".join(words.choices("abcdefgh", k=words.randint(3, 9))) for _ in range(61)]
+    file.write_text("".join(f"{line}\t{line.upper()}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def arguments(corpus, folder, **fields):
+    given = {**FIELDS, "train_corpus": corpus, "validation_corpus": corpus, "output_dir": folder, **fields}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+def log_of(folder):
+    """The losses of the six steps, and what the validation at the end gave."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    losses = torch.tensor([entry["loss"] for entry in history if "loss" in entry])
+    (validation,) = [entry for entry in history if "eval_loss" in entry]
+    assert len(losses) == 6
+    return losses, validation
+
+
+def same_log(folder, other):
+    (ours, validation), (theirs, expected) = log_of(folder), log_of(other)
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=1e-4)
+    # Trainer weighs the batches a little differently where they do not share out evenly
+    assert validation["eval_loss"] == pytest.approx(expected["eval_loss"], rel=0.02)
+    assert validation["eval_bleu"] == pytest.approx(expected["eval_bleu"], abs=0.5)
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    return main(arguments(corpus, tmp_path_factory.mktemp("runs") / "alone"))
+
+
+def train_in_two_processes(corpus, folder, **fields):
+    command = [*PROCESSES, "-m", "relpos.training.run_translation", *arguments(corpus, folder, **fields)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # by which torchrun ends what it started, too
+            process.communicate(timeout=60)
+    assert process.returncode == 0, stderr[:6000]
+    return stdout
+
+
+def same_model(one, other):
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_twice_the_accumulation(corpus, alone, tmp_path):
+    """DDP as Trainer sets it up, which fails on a parameter without a gradient."""
+    folder = tmp_path / "both"
+    output = train_in_two_processes(corpus, folder, ddp_find_unused_parameters="false")
+    assert "on 2 x cpu" in output
+    assert output.count("The model is in") == 1
+    same_log(folder, alone)
+    same_model(folder, alone)
+
+    # one process goes on from what two have saved
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "config.json").unlink()
+    main(arguments(corpus, folder, ddp_find_unused_parameters="false"))
+    same_log(folder, alone)
+    same_model(folder, alone)
+
+
+@pytest.mark.slow
+def test_what_fsdp_saves_is_loaded_by_one_process(corpus, alone, tmp_path):
+    folder = tmp_path / "sharded"
+    train_in_two_processes(corpus, folder, fsdp="true")
+    same_log(folder, alone)
+    same_model(folder, alone)
+    assert [path.name for path in whole_checkpoints(folder)] == ["checkpoint-3", "checkpoint-6"]
+    same_model(folder / "checkpoint-3", alone / "checkpoint-3")
+    for saved in (folder, folder / "checkpoint-6"):
+        model, info = AutoModelForSeq2SeqLM.from_pretrained(saved, output_loading_info=True)
+        assert type(model).__name__ == "RelPosForConditionalGeneration"
+        assert model.config.architectures == ["RelPosForConditionalGeneration"]
+        assert not any(info.values())
