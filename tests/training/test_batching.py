@@ -102,6 +102,50 @@ def test_impossible_batches(arguments, options, message):
         TokenBatchSampler(*arguments, **{"max_tokens": 10, **options})
 
 
+@given(LENGTHS, st.lists(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.7]), min_size=120, max_size=120), st.integers(0, 3))
+def test_copies_are_rounded_within_pairs_that_can_stand_in_for_one_another(pairs, copies, epoch):
+    copies = np.array(copies[: len(pairs)])
+    sampler = sampler_of(pairs, copies=copies)
+    sampler.set_epoch(epoch)
+    batches = list(sampler)
+    assert len(batches) == len(sampler)
+    counts = np.bincount([index for batch in batches for index in batch], minlength=len(pairs))
+    assert (counts >= np.floor(copies)).all()
+    assert (counts <= np.ceil(copies)).all()
+    assert abs(counts.sum() - copies.sum()) <= 0.5 + 1e-6
+    for batch in batches:
+        assert len(batch) * max(max(pairs[index]) for index in batch) <= 100 or len(batch) == 1
+
+
+def test_what_comes_once_more_is_drawn_anew_for_each_epoch():
+    sampler = sampler_of([(5, 5)] * 40 + [(7, 3)] * 10, copies=[1.25] * 40 + [1.0] * 10)
+    total = np.zeros(50)
+    for epoch in range(200):
+        sampler.set_epoch(epoch)
+        counts = np.bincount([index for batch in sampler for index in batch], minlength=50)
+        assert sorted(counts.tolist()) == [1] * 40 + [2] * 10
+        total += counts
+    np.testing.assert_allclose(total[:40] / 200, 1.25, atol=0.15)
+    assert (total[40:] == 200).all()
+
+
+def test_copies_must_suit_the_pairs():
+    with pytest.raises(ValueError, match="2 pairs but copies for 1"):
+        sampler_of([(1, 1), (2, 2)], copies=[1.0])
+    for wrong in (0.5, float("nan")):
+        with pytest.raises(ValueError, match="copies must be at least 1"):
+            sampler_of([(1, 1), (2, 2)], copies=[1.0, wrong])
+
+
+def test_a_fingerprint_tells_other_batches():
+    pairs = many_pairs(200)
+    same = {sampler_of(pairs).fingerprint for _ in range(2)}
+    assert len(same) == 1
+    others = [sampler_of(pairs, seed=1), sampler_of(pairs, max_tokens=99), sampler_of(pairs[:-1])]
+    others += [sampler_of(pairs, window=50), sampler_of([*pairs[:-1], (99, 99)]), sampler_of(pairs, copies=[1.5] * 200)]
+    assert len(same | {sampler.fingerprint for sampler in others}) == 7
+
+
 def collect(loader):
     return [batch.tolist() for batch in loader]
 

@@ -1,11 +1,13 @@
 """One model of several target languages: tags, sampling, and how a language is asked for."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, pipeline
 
+from relpos import cli
 from relpos.pipeline_relpos import language_tags
 from relpos.training.loading import ModelError, into_language, load_model
 from relpos.training.preparation import make_tokenizer, read_corpora, tokenize_corpora
@@ -87,6 +89,26 @@ def test_a_language_must_be_named_and_known(trained):
         translate("Open the house.", tgt_lang="es")
     with pytest.raises(ValueError, match=r"`tgt_lang` is 'es'"):
         pipeline("translation_en_to_es", model=str(trained))
+
+
+def test_the_command_line_asks_for_the_language(trained, tmp_path, monkeypatch, capsys):
+    sentences = sorted(SENTENCES)
+    (tmp_path / "in.txt").write_text("".join(f"{sentence[0]}\n" for sentence in sentences))
+
+    def translate(*options):
+        files = ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt"]
+        monkeypatch.setattr(sys, "argv", ["relpos", "translate", *map(str, (trained, *files, "--beams", 1, *options))])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        return exited.value.code
+
+    for options in ((), ("--to", "es")):
+        assert translate(*options) == 2
+        assert "it knows de, fr" in capsys.readouterr().err
+        assert not (tmp_path / "out.txt").exists()
+    assert translate("--to", "fr") == 0
+    lines = (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()
+    assert np.mean([line == sentence[2] for line, sentence in zip(lines, sentences, strict=True)]) > 0.8
 
 
 def test_a_model_of_one_language_takes_its_own_alone(learned_model):
