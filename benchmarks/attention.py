@@ -76,7 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.memory:
         form, n, backward = options.memory
-        contestants(1, 64, options.causal, backward == "True")[form]()  # what is loaded once
+        contestants(1, 1024, options.causal, backward == "True")[form]()  # what is loaded once
         report_peak_memory(contestants(1, int(n), options.causal, backward == "True")[form])
         return
     facts, rows = machine(), []

@@ -105,22 +105,34 @@ class ByOffset:
 
     Attributes:
         by_key: [blocks, queries, keys].
-        band: [blocks * queries, offsets], the same memory: offsets that have a step of their own. Those ahead of it count
-            as its last one, those behind it count for nothing.
+        band: [blocks * queries, offsets], the same memory: the offsets that have a step of their own.
     """
 
     def __init__(
-        self, like: torch.Tensor, blocks: int, queries: int, keys: int, *, first: int, reach: int, is_causal: bool
+        self,
+        like: torch.Tensor,
+        blocks: int,
+        queries: int,
+        keys: int,
+        *,
+        offsets: range,
+        first: int = 0,
+        beyond: float | None = None,
     ):
-        """The first key stands `first` tokens before the first query; for the rest see `split_table`."""
+        """
+        Args:
+            offsets: Those that have a step of their own.
+            first: How many tokens before the first query the first key stands.
+            beyond: What pairs of other offsets have. By default those ahead have the last step, and those behind nothing.
+        """
         width = queries + keys - 1
         same = first + queries - 1  # offset r stands in column `same` + r
-        beyond = same + (0 if is_causal else reach) + 1
-        memory = like.new_zeros(blocks * queries, width)  # where no pair has the offset, zeros stay
+        memory = like.new_full((blocks * queries, width), beyond or 0.0)
         self.by_key = memory.as_strided((blocks, queries, keys), (queries * width, width - 1, 1), queries - 1)
-        self.band = memory[:, same + 1 - reach : beyond]
-        self.ahead = None if is_causal or beyond == width or not reach else memory[:, beyond:]
-        self.ones = None if self.ahead is None else like.new_ones(width - beyond)
+        self.band = memory[:, same + offsets.start : same + offsets.stop].zero_()
+        spread = beyond is None and offsets and same + offsets.stop < width
+        self.ahead = memory[:, same + offsets.stop :] if spread else None
+        self.ones = like.new_ones(self.ahead.shape[1]) if spread else None
 
     def place(self, states: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Products of [blocks * queries, dim] with [offsets, dim] steps, by key: [blocks, queries, keys]."""
@@ -144,9 +156,10 @@ class _Buffers:
         n, dim = like.shape[2:]
         self.scores = like.new_empty(sequences, n, n)
         self.states = like.new_empty(sequences, n, dim)
+        offsets = range(1 - reach, 1 if is_causal else reach + 1)
         # two, since each leaves numbers where the other relies on zeros
         self.placing, self.summing = (
-            ByOffset(like, sequences, n, n, first=0, reach=reach, is_causal=is_causal) for _ in range(2)
+            ByOffset(like, sequences, n, n, offsets=offsets, beyond=0.0 if is_causal else None) for _ in range(2)
         )
 
 
