@@ -16,7 +16,8 @@ from relpos.attention_relpos import attention_of_tokens
 HEADS, DIM, K = 8, 64, 16
 # (batch, n): the sizes of training on sentences, then ever longer ones
 SIZES = [(32, 32), (16, 128), (4, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192)]
-LITERAL_UP_TO = 2048
+# forms that store [n, n] numbers, or [n, n, dim], stop here
+QUADRATIC_UP_TO = 2048
 
 
 def eager(query, key, value, is_causal):
@@ -86,17 +87,18 @@ def main() -> None:
             if n > options.longest:
                 continue
             runs = contestants(batch, n, options.causal, backward)
-            if n > LITERAL_UP_TO:
-                del runs["literal"]
+            if n > QUADRATIC_UP_TO:
+                del runs["literal"], runs["eager"]
             times = in_turn(runs, seconds=options.seconds)
             memory = {
                 name: peak_memory(sys.argv[0], "--memory", name, str(n), str(backward), *flag)
                 for name in ("sdpa", "ours")
+                if n > 1024
             }
-            against = [ratio(times["ours"], times[name]) for name in ("sdpa", "eager")]
+            against = [ratio(times["ours"], times[name]) if name in times else "-" for name in ("sdpa", "eager")]
             speedup = ratio(times["literal"], times["ours"]) if "literal" in times else "-"
             direction = "forward+backward" if backward else "forward"
-            extra = f"{memory['ours'] / max(1, memory['sdpa']):.2f}" if n >= 1024 else "-"
+            extra = f"{memory['ours'] / max(1, memory['sdpa']):.2f}" if memory else "-"
             rows.append(
                 [
                     batch,
