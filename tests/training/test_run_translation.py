@@ -1,9 +1,12 @@
 import json
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
+from relpos.configuration import preset
+from relpos.modeling_relpos import RelPosAttention
 from relpos.training.corpus import CorpusError
 from relpos.training.loading import ModelError
 from relpos.training.run_translation import RecipeError, main
@@ -141,3 +144,56 @@ def test_nothing_is_overwritten_unasked_and_no_stranger_ever(trained, corpus, tm
     main([*arguments, str(old), "--overwrite"])
     assert not (old / "checkpoint-5").exists()
     AutoModelForSeq2SeqLM.from_pretrained(old)
+
+
+def losses(folder):
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def train_losses(tmp_path_factory):
+    """Trains for three steps with further fields, and gives the loss of each step."""
+    root = tmp_path_factory.mktemp("precision")
+    file = root / "corpus.tsv"
+    file.write_text("".join(f"The {n} house.\tDas {n} Haus.\n" for n in range(40)), encoding="utf-8")
+    fields = ["--train_corpus", str(file), "--max_steps", "3", "--logging_steps", "1", "--learning_rate", "1e-3"]
+    runs = iter(range(99))
+
+    def run(*further):
+        return losses(main([*TINY, *fields, *further, "--output_dir", str(root / str(next(runs)))]))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain_losses(train_losses):
+    found = train_losses()
+    assert len(found) == 3
+    assert found[2] < found[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "tolerance"),
+    [
+        (["--optim", "adamw_torch"], 1e-5),  # the default is the fused one
+        (["--activation_checkpointing", "true"], 1e-5),
+        (["--bf16", "true"], 2e-2),
+    ],
+)
+def test_speed_and_size_leave_the_losses(train_losses, plain_losses, monkeypatch, fields, tolerance):
+    passes = []
+    forward = RelPosAttention.forward
+
+    def counted(*args, **kwargs):
+        passes.append(torch.is_autocast_enabled("cpu"))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(RelPosAttention, "forward", counted)
+    assert train_losses(*fields) == pytest.approx(plain_losses, rel=tolerance)
+    config = preset("tiny")
+    once = 3 * (config.encoder_layers + 2 * config.decoder_layers)
+    assert len(passes) == once or "--activation_checkpointing" in fields
+    assert (len(passes) > once) == ("--activation_checkpointing" in fields), "layers are computed again in the backward"
+    assert all(passes) == ("--bf16" in fields)
