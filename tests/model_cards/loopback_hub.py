@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,7 +93,7 @@ class LoopbackHub:
         self.large_files: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.faults: list[Fault] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def fail(self, request: str, status: int | None = None, *, times: int = 1, **headers: str) -> None:
@@ -116,6 +117,21 @@ def loopback_hub(**users: str) -> Iterator[LoopbackHub]:
         hub.server.shutdown()
         hub.server.server_close()
         thread.join()
+    if hub.server.mistakes:
+        raise hub.server.mistakes[0]
+
+
+class _Server(ThreadingHTTPServer):
+    """Keeps what goes wrong in here, which the client would take for a bad line and try again."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.mistakes: list[BaseException] = []
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # the client went away, or the test cut the connection
+            self.mistakes.append(error)
 
 
 class _RefusalError(Exception):
@@ -145,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for pattern, answer in ROUTES.items():
                 if match := re.fullmatch(pattern, request):
-                    return answer(self, body, parse_qs(url.query), *map(unquote, match.groups()))
+                    return answer(self, body, parse_qs(url.query), *map(unquote, match.groups("")))
             raise _RefusalError(404, f"no such address: {request}")
         except _RefusalError as refused:
             code = {"X-Error-Code": refused.code} if refused.code else {}
