@@ -97,7 +97,7 @@ def missing_facts(folder: Path) -> list[str]:
     if "license" not in facts:
         missing.append("the licence (--license, such as apache-2.0)")
     if not facts.get("results"):
-        missing.append(f"scores (relpos evaluate {folder})")
+        missing.append("scores (relpos evaluate --card)")
     if not (facts.get("source_language") or getattr(config, "source_language", None)):
         missing.append(f"languages (source_language and target_language in {FACTS_FILE})")
     return missing

@@ -25,6 +25,7 @@ MOST_DRAWN = 40  # tokens on a side
 CELL = 22  # pixels
 LETTER = 7  # pixels, about
 NARROWEST = 320  # pixels that a box needs; on a phone they stand below one another
+WEIGHT, BELOW, ABOVE = (33, 102, 172), (94, 60, 153), (230, 97, 1)  # blue, purple, orange
 SOURCE, WRITTEN, READ = "source", "written", "read"
 # what is drawn: name, and the tokens of its rows (queries) and columns (keys)
 KINDS = {
@@ -35,6 +36,10 @@ KINDS = {
 MEAN = "mean of the heads"
 THEME = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # nothing is fetched
 CSS = ".heat {overflow-x: auto} .heat svg {background: #fff; border-radius: 6px}"
+
+
+class PageError(ValueError):
+    """A page that cannot be opened; the message is one sentence for the user."""
 
 
 @dataclass
@@ -168,8 +173,8 @@ def draw(seen: Trace | None, kind: str, layer: int, head: str) -> tuple[str, str
 
 
 def heat_map(values: torch.Tensor, *, rows: list[str], columns: list[str], title: str, signed: bool = False) -> str:
-    """A matrix [rows, columns] as SVG: white to blue from 0 to the greatest value or, `signed`, orange below 0 and blue
-    above, which the colour-blind can tell apart. Cells that are not finite stay empty."""
+    """A matrix [rows, columns] as SVG: white to blue from 0 to the greatest value or, `signed`, purple below 0 and orange
+    above, as in `positions.png`. Cells that are not finite stay empty."""
     finite = values[values.isfinite()]
     limit = float(finite.abs().max()) if finite.numel() else 0.0
     rows, columns = [_shortened(label) for label in rows], [_shortened(label) for label in columns]
@@ -190,16 +195,16 @@ def heat_map(values: torch.Tensor, *, rows: list[str], columns: list[str], title
         for j, value in enumerate(row):
             if math.isfinite(value):
                 strength = value / limit if limit else 0.0
-                colour = _colour(strength if signed else abs(strength))
+                colour = _colour(strength, ABOVE if signed else WEIGHT)
                 place = f'x="{left + CELL * j}" y="{top + CELL * i}" width="{CELL - 1}" height="{CELL - 1}"'
                 says = html.escape(f"{rows[i]} → {columns[j]}: {value:.3f}")
                 parts.append(f'<rect {place} fill="{colour}"><title>{says}</title></rect>')
     return "".join([*parts, "</svg></figure>"])
 
 
-def _colour(strength: float) -> str:
-    """From orange at -1 by white to blue at 1."""
-    full = (230, 97, 1) if strength < 0 else (33, 102, 172)
+def _colour(strength: float, full: tuple[int, int, int]) -> str:
+    """From white at 0 to the full colour at 1, or to BELOW at -1."""
+    full = full if strength >= 0 else BELOW
     return f"rgb({','.join(str(round(255 - abs(strength) * (255 - part))) for part in full)})"
 
 
@@ -253,7 +258,10 @@ def build_page(model: Any, tokenizer: Any, *, name: str) -> gr.Blocks:
             layer = gr.Dropdown(layers, value=1, label="Layer", elem_id="layer")
             head = gr.Dropdown(heads, value=MEAN, label="Head", elem_id="head")
         with gr.Row():
-            pictures = [gr.HTML(elem_id=name, min_width=NARROWEST) for name in ("weights", "bias")]
+            pictures = []
+            for picture in ("weights", "bias"):
+                with gr.Column(min_width=NARROWEST):
+                    pictures.append(gr.HTML(elem_id=picture))
         seen = gr.State()
         view = [kind, layer, head]
         gr.on(
@@ -274,12 +282,18 @@ def serve_page(model: Any, tokenizer: Any, *, name: str, port: int | None = None
         name: what to call the model.
         port: of the page; None or 0 take any that is free.
         options: those of gradio's `launch`.
+
+    Raises:
+        PageError: the port is taken.
     """
     page = build_page(model, tokenizer, name=name)
-    theme = gr.themes.Default(**THEME)
-    return page.launch(
-        server_port=port or None, theme=theme, css=CSS, state_session_capacity=100, footer_links=[], **options
-    )
+    options |= {"theme": gr.themes.Default(**THEME), "css": CSS, "footer_links": [], "state_session_capacity": 100}
+    try:
+        return page.launch(server_port=port or None, **options)
+    except OSError as error:
+        raise PageError(
+            f"The page cannot be opened on port {port}, which something else uses: choose another."
+        ) from error
 
 
 if __name__ == "__main__":

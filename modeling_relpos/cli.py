@@ -343,7 +343,7 @@ def push(
     name: Annotated[str, typer.Argument(metavar="USER/NAME", help="Where to push it on the Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     license: Annotated[
-        str | None, typer.Option(help="Licence of the model, as the Hub names it, such as apache-2.0.")
+        str | None, typer.Option(help="Licence of the model, as the Hub names it, such as apache-2.0; kept with MODEL.")
     ] = None,
     space: Annotated[bool, typer.Option("--space", help="Push the page of `relpos demo` as a Space, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files and their sizes.")] = False,
@@ -353,7 +353,8 @@ def push(
 
     publishing.check_name(name)
     with _staged(model, name=name, facts={"license": license}) as staged, TemporaryDirectory() as scratch:
-        page = publishing.stage_space(Path(scratch), name=name, license=license) if space else None
+        licence = card.read_facts(staged.folder).get("license")
+        page = publishing.stage_space(Path(scratch), name=name, license=licence) if space else None
         _print(publishing.staged_table(staged, title=name))
         if page:
             _print(publishing.staged_table(page, title=f"Space {name}"))
@@ -361,10 +362,15 @@ def push(
             _say(f"the card does not say: {'; '.join(missing)}")
         if dry_run:
             return
+        publishing.check_access(name, private=private)
         _check(staged, name=str(model))
+        if license:
+            card.write_card(model, {"license": license})  # for the next push
         typer.echo(publishing.push(staged, name, private=private))
         if page:
             typer.echo(publishing.push(page, name, private=private, space=True))
+        if page and private:
+            _say("the Space reads a private model once its settings on the Hub have a secret HF_TOKEN")
 
 
 @app.command()

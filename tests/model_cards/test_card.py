@@ -83,7 +83,7 @@ def test_text_says_what_is_known(folder, results):
     ):
         assert known in text, known
     bleu = results[0]["scores"][0]
-    assert f"| 4 | {bleu['score']:.2f} ± {bleu['confidence']:.2f} |" in text
+    assert f"| 4 | {bleu['score']:.1f} ± {bleu['confidence']:.1f} |" in text
     _assert_tidy(text)
 
 

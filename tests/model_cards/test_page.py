@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_labels_are_text_and_no_markup():
 
 def test_colours_say_sign_and_size():
     drawn = page.heat_map(torch.tensor([[0.0, 2.0, -2.0]]), rows=["q"], columns=["a", "b", "c"], title="t", signed=True)
-    assert re.findall(r'fill="rgb\((.*?)\)"', drawn) == ["255,255,255", "33,102,172", "230,97,1"]
+    assert re.findall(r'fill="rgb\((.*?)\)"', drawn) == ["255,255,255", "230,97,1", "94,60,153"]
     page.heat_map(torch.full((1, 1), torch.nan), rows=["q"], columns=["a"], title="nothing to see")
 
 
@@ -116,11 +117,21 @@ def test_models_without_relative_positions_and_with_a_table_for_each_head(name, 
     page.build_page(model, tokenizer, name=name)
 
 
+def test_a_port_that_is_taken(model, tokenizer):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(page.PageError, match=f"cannot be opened on port {port}"):
+            page.serve_page(model, tokenizer, name="small", port=port, prevent_thread_lock=True, quiet=True)
+
+
 @pytest.fixture(scope="module")
 def address(learned_model):
     """The page that `relpos demo` serves, in a process of its own."""
     command = [RELPOS, "demo", learned_model, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would ignore Ctrl-C
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=listen)
     shown = []
     for line in process.stdout:
         shown.append(line)
@@ -170,6 +181,8 @@ def test_somebody_translates_and_looks(browser, address, width, height, tmp_path
     tab.locator("#text textarea").fill("   ")
     tab.locator("#translate").click()
     tab.get_by_text("There is no text to translate.").first.wait_for()
+    boxes = [tab.locator(picture).bounding_box() for picture in ("#weights", "#bias")]
+    assert (boxes[1]["y"] > boxes[0]["y"]) == (width < 640)  # below one another on a phone, side by side on a desk
     # wide pictures scroll by themselves; the page does not
     assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert trouble == []

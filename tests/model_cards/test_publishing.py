@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 
 from relpos import RelPosForConditionalGeneration, cli
 from relpos.configuration import preset
-from relpos.model_cards import write_card
+from relpos.model_cards import self_contained, write_card
 from relpos.model_cards.publishing import PublishError, find_leaks, push, stage, stage_space
 from relpos.training import run_translation
 from relpos.training.recipe import RecipeError
@@ -336,13 +336,16 @@ def test_from_a_folder_to_a_page_to_somebody_elses_machine(hub, client, model, l
     """`relpos push`, then processes without the package, all of them talking HTTP."""
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_of_anna", "HF_HUB_DISABLE_XET": "1"}
     del environment["HF_HUB_OFFLINE"]
-    command = [RELPOS, "push", model, "anna/small", "--private"]
+    folder = shutil.copytree(model, tmp_path / "small")
+    command = [RELPOS, "push", folder, "anna/small", "--private", "--license", "apache-2.0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "the card does not say: scores" in done.stderr
     assert done.stdout.splitlines()[-1] == f"{hub.url}/anna/small"
     assert "✓" in done.stdout
     first = hub.repositories["model", "anna/small"]
+    assert b"license: apache-2.0" in first.files["README.md"]
+    assert json.loads((folder / "card.json").read_text())["facts"]["license"] == "apache-2.0"
 
     sentences = [source for source, _ in learned_pairs]
     again = _load_elsewhere(
@@ -389,16 +392,25 @@ def test_a_dry_run_lists_files_and_asks_the_hub_nothing(model, monkeypatch, caps
     assert "the card does not say: scores" in shown.err
 
 
+def test_without_a_token_nothing_is_begun(client, model, monkeypatch, capsys):
+    client()
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+    monkeypatch.setattr(self_contained, "check_folder", lambda folder: pytest.fail("the folder was checked first"))
+    assert _call(monkeypatch, "push", model, "anna/small") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("relpos: There is no access token: run `hf auth login`")
+
+
 def test_a_model_that_does_not_work_is_not_pushed(hub, client, model, tmp_path, monkeypatch, capsys):
     client()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: "hf_of_anna")
     broken = shutil.copytree(model, tmp_path / "broken")
     (broken / "attention_relpos.py").unlink()
     assert _call(monkeypatch, "push", broken, "anna/small") == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "does not work by itself" in said
     assert "attention_relpos.py" in said
-    assert hub.requests == []
+    assert not hub.repositories
 
 
 def test_push_of_the_library_itself(hub, client, monkeypatch):
