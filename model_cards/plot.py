@@ -114,7 +114,7 @@ def plot_attention_bias(bias: dict[str, torch.Tensor], path: str | Path) -> Path
                 _label(panel, k, offsets, len(values[layer]), title=f"{side}, layer {layer + 1}")
             else:
                 panel.set_visible(False)
-        column[len(values) - 1].set_xlabel("offset of the key from the query")
+        column[len(values) - 1].set_xlabel("offset of the key")  # the decoder's panels hold no more
     figure.colorbar(cells, ax=axes, location="bottom", shrink=0.5, aspect=40, label="added to the score on average")
     return save_figure(figure, path)
 
