@@ -35,7 +35,9 @@ def call(monkeypatch, *arguments):
     return exited.value.code
 
 
-@pytest.mark.parametrize("verb", [[], ["train"], ["evaluate"], ["translate"], ["inspect"], ["score"], ["plot"], ["push"], ["demo"]])
+@pytest.mark.parametrize(
+    "verb", [[], ["train"], ["evaluate"], ["translate"], ["inspect"], ["score"], ["plot"], ["push"], ["demo"]]
+)
 def test_help_loads_no_pytorch(verb):
     # sys.argv is set before anything is imported, as it is for the installed script.
     program = f"""
