@@ -86,7 +86,10 @@ def test_translate_a_pipe_line_by_line(learned_model, learned_pairs):
 
 def test_translate_answers_a_waiting_program_and_stops_at_ctrl_c(learned_model):
     command = [RELPOS, "translate", learned_model]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # a suite that runs in the background of a shell ignores Ctrl-C, and so would its children
+    listening = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, preexec_fn=listening, **pipes)
     try:
         for source, target in (("Yes", "Ja"), ("Open the file.", "Öffnen Sie die Datei.")):
             process.stdin.write(source.encode() + b"\n")
