@@ -296,7 +296,7 @@ class _NearFarAttention(torch.autograd.Function):
             for band in _bands(*q.shape, reach, is_causal):
                 _near(band, q, k, v, k_steps, v_steps, scaling, out, lse)
             key_ahead, value_ahead = (None if t is None else t[:, -1:] for t in (k_steps, v_steps))
-            shift = 0.0 if key_ahead is None else (q * key_ahead).sum(-1, dtype=like.dtype) * scaling
+            shift = 0.0 if key_ahead is None or is_causal else (q * key_ahead).sum(-1, dtype=like.dtype) * scaling
             for part in far_parts(n, reach, is_causal):
                 _far(part, q, k, v, scaling, out, lse, *((shift, value_ahead) if part.ahead else (0.0, None)))
             if first is not None:

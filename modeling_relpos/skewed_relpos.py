@@ -116,21 +116,19 @@ class ByOffset:
         keys: int,
         *,
         offsets: range,
-        first: int = 0,
-        beyond: float | None = None,
+        looks_ahead: bool,
     ):
         """
         Args:
-            offsets: Those that have a step of their own.
-            first: How many tokens before the first query the first key stands.
-            beyond: What pairs of other offsets have. By default those ahead have the last step, and those behind nothing.
+            offsets: Those that have a step of their own. Those behind them have nothing.
+            looks_ahead: Offsets ahead of them have the last step; else nothing.
         """
         width = queries + keys - 1
-        same = first + queries - 1  # offset r stands in column `same` + r
-        memory = like.new_full((blocks * queries, width), beyond or 0.0)
+        same = queries - 1  # offset r stands in column `same` + r
+        memory = like.new_zeros(blocks * queries, width)
         self.by_key = memory.as_strided((blocks, queries, keys), (queries * width, width - 1, 1), queries - 1)
-        self.band = memory[:, same + offsets.start : same + offsets.stop].zero_()
-        spread = beyond is None and offsets and same + offsets.stop < width
+        self.band = memory[:, same + offsets.start : same + offsets.stop]
+        spread = looks_ahead and offsets and same + offsets.stop < width
         self.ahead = memory[:, same + offsets.stop :] if spread else None
         self.ones = like.new_ones(self.ahead.shape[1]) if spread else None
 
@@ -159,7 +157,7 @@ class _Buffers:
         offsets = range(1 - reach, 1 if is_causal else reach + 1)
         # two, since each leaves numbers where the other relies on zeros
         self.placing, self.summing = (
-            ByOffset(like, sequences, n, n, offsets=offsets, beyond=0.0 if is_causal else None) for _ in range(2)
+            ByOffset(like, sequences, n, n, offsets=offsets, looks_ahead=not is_causal) for _ in range(2)
         )
 
 
