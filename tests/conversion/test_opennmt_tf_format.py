@@ -20,10 +20,6 @@ from relpos.conversion.opennmt_tf_format import OpenNMTTFConverter, read_vocabul
 OPENNMT_TF = Path(__file__).parent / "fixtures" / "opennmt_tf"
 MODELS = ["shared_sentencepiece", "separate_bpe"]
 
-if not all((OPENNMT_TF / name / "answers.json").is_file() for name in MODELS):
-    pytest.skip(
-        "DID NOT RUN: the fixtures of OpenNMT-tf are not made; see make_fixtures_opennmt_tf.py", allow_module_level=True
-    )
 BPE = "codes.en", "codes.de"
 
 

@@ -54,8 +54,6 @@ class TestReading:
 
     def test_a_table_of_several_blocks(self):
         folder = FIXTURES / "opennmt_tf" / "separate_bpe" / "run"
-        if not folder.is_dir():
-            pytest.skip("DID NOT RUN: this fixture of OpenNMT-tf is not made; see make_fixtures_opennmt_tf.py")
         assert (folder / "ckpt-800.index").stat().st_size > 2 * 4096  # the size of a block
         checkpoint = TensorFlowCheckpoint(folder / "ckpt-800")
         name = "model/decoder/layers/{}/self_attention/layer/relative_position_keys/.ATTRIBUTES/VARIABLE_VALUE"
