@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -142,7 +143,7 @@ def _unpack(package: Path, folder: Path) -> Path:
             wanted += [name for name in archive.namelist() if name.startswith(f"{root}/model/")]
             archive.extractall(folder, wanted)
             return folder / root
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
         raise ConversionError(f"The package {package} is not a zip file, or it is damaged: {error}.") from error
 
 

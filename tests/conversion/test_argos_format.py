@@ -158,6 +158,19 @@ class TestImportFaults:
             repacked(changes)
         assert not (tmp_path / "out").exists()
 
+    def test_a_member_that_cannot_be_decompressed(self, tmp_path):
+        file = tmp_path / "damaged.argosmodel"
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in ("metadata.json", "sentencepiece.model"):
+                archive.writestr(f"en_de/{name}", "text " * 100)
+        data = bytearray(file.read_bytes())
+        start = 30 + len("en_de/metadata.json")  # behind the member's header
+        data[start : start + 4] = b"\xff" * 4
+        file.write_bytes(data)
+        with pytest.raises(ConversionError, match="not a zip file, or it is damaged"):
+            convert(file, tmp_path / "out", toolkit="argos")
+        assert not (tmp_path / "out").exists()
+
     def test_a_damaged_zip(self, package, tmp_path):
         data = package.read_bytes()
         for damaged in (data[: len(data) // 2], b"", data[:5000] + bytes(200) + data[5200:]):
