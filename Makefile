@@ -5,6 +5,8 @@
 # make bench  time attention, training and decoding against their peers; tables in benchmarks/results
 PYTHON ?= python3
 BIN := .venv/bin
+# pip compiles nothing ahead; Python keeps the bytecode of what it imports, or every process would compile that again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test conformance library-suite lint bench setup setup-dev clean
 
@@ -14,10 +16,10 @@ demo: setup
 	$(BIN)/python -m relpos.training.show_translations out/quickstart
 
 test: setup-dev library-suite
-	$(BIN)/python -m pytest -n 2 -q -rs
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -rs
 
 conformance: setup-dev library-suite
-	$(BIN)/python -m pytest -n 2 -q -m "conformance or not conformance" tests/conformance
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "conformance or not conformance" tests/conformance
 
 # Transformers' own tests, downloaded; without them the suite runs all the same, and says so.
 library-suite: setup-dev
