@@ -89,7 +89,7 @@ def test_wheel_holds_the_package_and_its_files(wheel):
 
 
 PROBE = """
-import importlib.util, json
+import importlib.util, json, sys
 import relpos
 from relpos.configuration import preset, presets, recipe, recipes
 from relpos.model_cards import card
@@ -105,7 +105,10 @@ print(json.dumps({
     "parameters": AutoModelForSeq2SeqLM.from_config(preset("tiny")).num_parameters(),
     "top level": [name for name in ("training", "conversion", "configuration", "model_cards", "modeling_relpos")
                   if importlib.util.find_spec(name)],
-}))
+}), flush=True)
+from relpos.cli import main
+sys.argv = ["relpos", "inspect", "minimal"]
+main()
 """
 
 
@@ -113,8 +116,10 @@ print(json.dumps({
 @pytest.mark.parametrize("kind", ["installed", "editable"])
 def test_package_and_command_work_from_any_folder(kind, request, source, tmp_path):
     python = request.getfixturevalue(kind)
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
-    found = json.loads(_run(python, "-c", PROBE, cwd=tmp_path, env=environment).splitlines()[-1])
+    assert "relpos 0." in _run(python.with_name("relpos"), "--version", cwd=tmp_path)
+    shown = _run(python, "-c", PROBE, cwd=tmp_path, env={**os.environ, "HF_HOME": str(tmp_path / "cache")})
+    assert "clipped at k = 2" in shown
+    found = json.loads(next(line for line in shown.splitlines() if line.startswith("{")))
     home = source if kind == "editable" else python.parents[1]
     assert Path(found["file"]).is_relative_to(home)
     assert "libreoffice-help.en-de.tsv.gz" in found["corpora"]
@@ -125,9 +130,6 @@ def test_package_and_command_work_from_any_folder(kind, request, source, tmp_pat
     assert found["known"] == "relpos"
     assert found["parameters"] > 0
     assert found["top level"] == []
-    command = python.with_name("relpos")
-    assert "relpos 0." in _run(command, "--version", cwd=tmp_path)
-    assert "clipped at k = 2" in _run(command, "inspect", "minimal", cwd=tmp_path, env=environment)
 
 
 @pytest.fixture(scope="session")

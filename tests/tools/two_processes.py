@@ -1,6 +1,6 @@
-"""Run by torchrun in two processes: one training step in which each process has half of the batch.
+"""Run by torchrun in two processes: a training step in which each process has half of the batch, by DDP and by FSDP.
 
-Arguments: `ddp` or `fsdp`, and a folder with a saved model and `inputs.pt`; process 0 writes `gradients.pt` there.
+Argument: a folder with a saved model and `inputs.pt`; process 0 writes `ddp.pt` and `fsdp.pt`, the gradients, there.
 """
 
 import sys
@@ -22,9 +22,8 @@ def shard(model: torch.nn.Module) -> torch.nn.Module:
     return fully_shard(model)
 
 
-def main(how: str, folder: Path) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def step(how: str, folder: Path) -> None:
+    """DDP as it is by default, which fails on a parameter without a gradient; FSDP with each layer sharded."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = AutoModelForSeq2SeqLM.from_pretrained(folder / "model").train()
     wrapped = DistributedDataParallel(model) if how == "ddp" else shard(model)
@@ -39,9 +38,16 @@ def main(how: str, folder: Path) -> None:
         name: p.grad.full_tensor() if how == "fsdp" else p.grad.clone() for name, p in model.named_parameters()
     }
     if rank == 0:
-        torch.save(gradients, folder / "gradients.pt")
+        torch.save(gradients, folder / f"{how}.pt")
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for how in ("ddp", "fsdp"):
+        step(how, folder)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
