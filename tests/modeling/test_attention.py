@@ -235,26 +235,15 @@ def test_placing_and_summing_are_transposes():
     torch.testing.assert_close((place_rows(logits, rows) * weights).sum(), (logits * sum_rows(weights, rows, 5)).sum())
 
 
-def test_no_tensor_of_queries_keys_and_dim_is_made():
+def test_no_tensor_of_queries_keys_and_dim_is_made(watch):
     """At n = 300, dim = 64 an [n, n, dim] tensor would hold 5.8 million numbers; nothing may come near it."""
     n, dim, k = 300, 64, 16
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.untyped_storage().nbytes() // tensor.element_size())
-            return result
-
     query, key, value = (torch.randn(1, 1, n, dim, requires_grad=True) for _ in range(3))
     tables = [torch.randn(2 * k + 1, dim, requires_grad=True) for _ in range(2)]
     rows = relative_rows(torch.arange(n), torch.arange(n), k)
-    with Watch():
+    with watch:
         output, _ = attention_by_rows(
             query, key, value, scaling=0.125, rows=rows, key_table=tables[0], value_table=tables[1]
         )
         output.sum().backward()
-    assert n * n <= largest < 2 * n * n
+    assert n * n <= watch.largest < 2 * n * n
