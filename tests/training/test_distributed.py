@@ -1,7 +1,6 @@
 """The same recipe on one process and on two, started by torchrun."""
 
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -32,11 +31,9 @@ PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def corpus(letters, tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "corpus.tsv"
-    words = random.Random(0)
-    lines = [" ".join(words.choices("abcdefgh", k=words.randint(3, 9))) for _ in range(61)]
-    file.write_text("".join(f"{line}\t{line.upper()}\n" for line in lines), encoding="utf-8")
+    file.write_text(letters(61))
     return file
 
 

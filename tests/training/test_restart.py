@@ -1,7 +1,6 @@
 """A run that was stopped goes on when the same command is given again, as if it had not been."""
 
 import json
-import random
 import re
 import shutil
 import signal
@@ -31,11 +30,9 @@ FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
+def corpus(letters, tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "corpus.tsv"
-    words = random.Random(0)
-    lines = [" ".join(words.choices("abcdefgh", k=words.randint(3, 9))) for _ in range(90)]
-    file.write_text("".join(f"{line}\t{line.upper()}\n" for line in lines), encoding="utf-8")
+    file.write_text(letters(90))
     return file
 
 
@@ -91,20 +88,11 @@ def test_killed_between_and_while_saving_the_curve_goes_on(corpus, uninterrupted
 
 
 @pytest.mark.parametrize("step", [5, 20, 24])
-def test_stopped_anywhere_the_rest_is_the_same(corpus, uninterrupted, tmp_path, monkeypatch, step):
+def test_stopped_anywhere_the_rest_is_the_same(corpus, uninterrupted, tmp_path, monkeypatch, stopped_at, step):
     """Step 24 is the last: its checkpoint is there, and the model is not written yet."""
     folder = tmp_path / "run"
-    save = TranslationTrainer._save_checkpoint
-
-    def save_and_stop(self, model, trial):
-        save(self, model, trial)
-        if self.state.global_step == step:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TranslationTrainer, "_save_checkpoint", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            main(arguments(corpus, folder))
+    with stopped_at(step):
+        main(arguments(corpus, folder))
     steps = []
     monkeypatch.setattr(TranslationTrainer, "training_step", count_calls(TranslationTrainer.training_step, steps))
     main(arguments(corpus, folder))
@@ -163,19 +151,11 @@ def test_another_recipe_is_refused_with_the_field_that_differs(corpus, stopped, 
     assert sorted(path.name for path in stopped.rglob("*")) == before
 
 
-def test_a_corpus_that_has_changed_is_refused(tmp_path, corpus, monkeypatch):
+def test_a_corpus_that_has_changed_is_refused(tmp_path, corpus, stopped_at):
     own, folder = tmp_path / "own.tsv", tmp_path / "run"
     shutil.copy(corpus, own)
-    save = TranslationTrainer._save_checkpoint
-
-    def save_and_stop(self, model, trial):
-        save(self, model, trial)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TranslationTrainer, "_save_checkpoint", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            main(arguments(own, folder))
+    with stopped_at(5):
+        main(arguments(own, folder))
     own.write_text(own.read_text() + "a b c\tA B C\n")
     with pytest.raises(RecipeError, match=r"has changed since .*checkpoint-5 was saved"):
         main(arguments(own, folder))
@@ -211,22 +191,13 @@ def test_a_run_that_never_saved_gives_way_to_another_recipe(corpus, tmp_path, mo
 
 
 @pytest.mark.parametrize("stop_at", [6, 12])
-def test_early_stopping_counts_on(corpus, tmp_path, monkeypatch, stop_at):
+def test_early_stopping_counts_on(corpus, tmp_path, stopped_at, stop_at):
     """With a rate of zero nothing improves: the first of the evaluations is the best, and three more end the run."""
     options = {"learning_rate": 0, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "save_total_limit": 9}
     options |= {"early_stopping_patience": 3, "metric_for_best_model": "eval_loss", "validation_corpus": corpus}
     options |= {"generation_max_length": 5, "predict_with_generate": "false"}
-    save = TranslationTrainer._save_checkpoint
-
-    def save_and_stop(self, model, trial):
-        save(self, model, trial)
-        if self.state.global_step == stop_at:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TranslationTrainer, "_save_checkpoint", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            main(arguments(corpus, tmp_path / "run", **options))
+    with stopped_at(stop_at):
+        main(arguments(corpus, tmp_path / "run", **options))
     folder = main(arguments(corpus, tmp_path / "run", **options))
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 12
 

@@ -16,21 +16,20 @@ TINY = ["--model", "tiny", "--vocab_size", "420", "--max_tokens", "200", "--use_
 TINY += ["--warmup_steps", "2", "--generation_max_length", "20"]
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    file = tmp_path / "corpus.tsv"
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Forty pairs, and one without a source."""
+    file = tmp_path_factory.mktemp("corpus") / "corpus.tsv"
     file.write_text("".join(f"The {n} house.\tDas {n} Haus.\n" for n in range(40)) + "\tleer\n", encoding="utf-8")
     return file
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder as `relpos train` leaves it, after two steps on forty pairs."""
-    folder = tmp_path_factory.mktemp("trained")
-    file = folder / "corpus.tsv"
-    file.write_text("".join(f"The {n} house.\tDas {n} Haus.\n" for n in range(40)) + "\tleer\n", encoding="utf-8")
-    arguments = ["--train_corpus", str(file), "--validation_corpus", str(file), "--max_steps", "2"]
-    return main([*TINY, *arguments, "--output_dir", str(folder / "model"), "--d_model", "16"])
+def trained(corpus, tmp_path_factory):
+    """A folder as `relpos train` leaves it, after two steps."""
+    arguments = ["--train_corpus", str(corpus), "--validation_corpus", str(corpus), "--max_steps", "2"]
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    return main([*TINY, *arguments, "--output_dir", str(folder), "--d_model", "16"])
 
 
 def test_the_folder_is_complete(trained):
@@ -152,12 +151,10 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
-def train_losses(tmp_path_factory):
+def train_losses(corpus, tmp_path_factory):
     """Trains for three steps with further fields, and gives the loss of each step."""
     root = tmp_path_factory.mktemp("precision")
-    file = root / "corpus.tsv"
-    file.write_text("".join(f"The {n} house.\tDas {n} Haus.\n" for n in range(40)), encoding="utf-8")
-    fields = ["--train_corpus", str(file), "--max_steps", "3", "--logging_steps", "1", "--learning_rate", "1e-3"]
+    fields = ["--train_corpus", str(corpus), "--max_steps", "3", "--logging_steps", "1", "--learning_rate", "1e-3"]
     runs = iter(range(99))
 
     def run(*further):

@@ -9,15 +9,12 @@ from relpos.training.corpus import CorpusError, read_corpus
 from relpos.training.recipe import RecipeError, parse_arguments
 from relpos.training.run_translation import main
 from relpos.training.streaming import StreamedBatches
-from relpos.training.trainer import TranslationTrainer
 
 
 @pytest.fixture
-def corpus(tmp_path):
+def corpus(letters, tmp_path):
     file = tmp_path / "corpus.tsv"
-    words = random.Random(0)
-    lines = [" ".join(words.choices("abcdefgh", k=words.randint(3, 9))) for _ in range(50)]
-    file.write_text("\tleer\n" + "".join(f"{line}\t{line.upper()}\n" for line in lines), encoding="utf-8")
+    file.write_text("\tleer\n" + letters(50))
     return file
 
 
@@ -86,20 +83,11 @@ def losses(folder):
     return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
 
 
-def test_a_stopped_run_on_streams_goes_on_exactly(corpus, tmp_path, monkeypatch):
+def test_a_stopped_run_on_streams_goes_on_exactly(corpus, tmp_path, stopped_at):
     arguments = [*FIELDS, "--train_corpus", str(corpus), f"en-fr={corpus}", "--output_dir"]
     whole = main([*arguments, str(tmp_path / "whole")])
-    save = TranslationTrainer._save_checkpoint
-
-    def save_and_stop(self, model, trial):
-        save(self, model, trial)
-        if self.state.global_step == 8:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TranslationTrainer, "_save_checkpoint", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            main([*arguments, str(tmp_path / "stopped")])
+    with stopped_at(8):
+        main([*arguments, str(tmp_path / "stopped")])
     stopped = main([*arguments, str(tmp_path / "stopped")])
     assert losses(stopped) == losses(whole)
     assert len(losses(whole)) == 12
