@@ -138,25 +138,25 @@ def attention_by_rows(
         The output, [batch, heads, queries, dim], and the weights, [batch, heads, queries, keys], in the query's dtype. A
         query that may look nowhere gets zeros.
     """
-    query = query * scaling
-    scores = query @ key.transpose(-1, -2)
     if rows is not None and rows.dim() == 2 and rows.shape[0] == 1:
         # a single query, which is decoding: its a_ij are a small table themselves, with a row per key
         key_table, value_table = (
-            None if table is None else table[..., rows[0], :] for table in (key_table, value_table)
+            None if table is None else table.index_select(-2, rows[0]) for table in (key_table, value_table)
         )
         rows = None
-    if key_table is not None:
-        by_row = _times_table(query, key_table)
-        scores = scores + (by_row if rows is None else place_rows(by_row, rows))
+    terms = None if key_table is None else _times_table(query, key_table)
+    if terms is not None and rows is not None:
+        terms = place_rows(terms, rows)
+    scores = _add_product(terms, query, key.transpose(-1, -2), scaling=scaling)
     weights = masked_softmax(scores, mask)
     if dropout > 0:
         weights = nn.functional.dropout(weights, p=dropout)
-    output = weights.to(value.dtype) @ value
+    terms = None
     if value_table is not None:
         # summed before the cast: thousands of far weights share one row
         per_row = weights if rows is None else sum_rows(weights, rows, value_table.shape[-2])
-        output = output + _times_table(per_row.to(value.dtype), value_table.transpose(-1, -2))
+        terms = _times_table(per_row.to(value.dtype), value_table.transpose(-1, -2))
+    output = _add_product(terms, weights.to(value.dtype), value)
     return output, weights.to(query.dtype)
 
 
@@ -214,15 +214,27 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     if mask.dtype != torch.bool:
         scores = scores + mask
         mask = mask > torch.finfo(mask.dtype).min / 2
-    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1, dtype=dtype)
+    weights = torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1, dtype=dtype)
     # exact zeros at masked keys already, except where a whole row is masked: its weights came out uniform
     return weights * mask.any(-1, keepdim=True)
+
+
+def _add_product(
+    terms: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, scaling: float = 1.0
+) -> torch.Tensor:
+    """scaling * (terms + left @ right), [batch, heads, ...] each, in one pass over the result."""
+    if terms is None:
+        return left @ right * scaling if scaling != 1 else left @ right
+    product = torch.baddbmm(*(each.flatten(0, 1) for each in (terms, left, right)), beta=scaling, alpha=scaling)
+    return product.unflatten(0, left.shape[:2])
 
 
 def _times_table(rows_or_queries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """[batch, heads, queries, dim] by [R, dim] or [heads, R, dim] -> [batch, heads, queries, R]."""
     if table.dim() == 2:
-        return rows_or_queries @ table.t()
+        # one product of matrices: the states of heads are not contiguous, and matmul would copy the table for each of them
+        products = rows_or_queries.reshape(-1, rows_or_queries.shape[-1]) @ table.t()
+        return products.view(*rows_or_queries.shape[:-1], table.shape[0])
     return torch.einsum("bhnd,hrd->bhnr", rows_or_queries, table)
 
 
