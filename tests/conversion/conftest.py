@@ -25,6 +25,19 @@ class Comparison:
     greedy_text_differs: list = field(default_factory=list)
     beam_differs: list = field(default_factory=list)
 
+    def check_answers(self):
+        """What must hold of every toolkit: log-probabilities, greedy outputs and their text, scores of its hypotheses."""
+        assert self.log_probs < 1e-4
+        assert self.greedy_differs == []
+        assert self.greedy_text_differs == []
+        assert self.rescored_per_token < 1e-4
+
+    def check_beams(self):
+        """What must hold where both search alike but for their end: outputs differ only where ours scores better."""
+        for ids, score, peer in self.beam_differs:
+            assert score >= peer["score"] - 1e-4, (ids, peer)
+        assert len(self.beam_differs) <= 5
+
 
 @pytest.fixture(scope="session")
 def compare_with_answers():
