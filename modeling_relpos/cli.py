@@ -118,22 +118,19 @@ def evaluate(
     configs = [loading.load_config(model) for model in models]
     pair = evaluation.parse_languages(languages, configs[0])
     sources, references, name = evaluation.read_held_out(corpus, split=split, languages=pair)
-    translated = []
     with _progress("translating", len(sources) * len(beam_sizes) * len(models), shown=True) as on_progress:
-        for model in models:
-            loaded = loading.load_model(model)
-            loaded = loading.into_language(loaded, pair[1] if loaded.languages else None)
-            translated += evaluation.translate_corpus(
-                loaded,
-                sources,
-                beams=beam_sizes,
-                batch_size=batch_size,
-                max_new_tokens=max_new_tokens,
-                gnmt_penalty=gnmt_penalty,
-                on_progress=on_progress,
-            )
-    language = pair[1] if tokenized else None
-    results = [evaluation.evaluate_corpus(one, sources, references, tokenized=language) for one in translated]
+        translated = evaluation.translate_by_models(
+            models,
+            sources,
+            language=pair[1],
+            beams=beam_sizes,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            gnmt_penalty=gnmt_penalty,
+            on_progress=on_progress,
+        )
+    tokens_of = pair[1] if tokenized else None
+    results = [evaluation.evaluate_corpus(one, sources, references, tokenized=tokens_of) for one in translated]
     comparisons = significance.compare_by_beams(translated, references)
     title = f"{models[0] if len(models) == 1 else f'{len(models)} models'} on {name}, {len(sources):,} pairs"
     _print(evaluation.results_table(results, title=title))

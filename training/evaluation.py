@@ -16,7 +16,7 @@ from relpos.model_cards.card import write_card
 from relpos.model_cards.figures import line_style, new_figure, save_figure
 
 from .corpus import BUNDLED_LANGUAGES, bundled_splits, read_corpus
-from .loading import LoadedModel, check_folder, load_config
+from .loading import LoadedModel, check_folder, into_language, load_config, load_model
 from .metric import BLEU, CHRF, TER
 from .tokenized import check_installed, split_for_bleu
 from .translation import Translation, translate_sentences
@@ -100,6 +100,25 @@ def translate_corpus(
         start = time.perf_counter()
         translations = translate_sentences(loaded, sources, beams=beam_size, **options)
         translated.append(CorpusTranslation(loaded.name, beam_size, translations, time.perf_counter() - start))
+    return translated
+
+
+def translate_by_models(
+    models: Sequence[str], sources: Sequence[str], *, language: str, **options: Any
+) -> list[CorpusTranslation]:
+    """`translate_corpus` by one model after another, so that only one of them is in memory.
+
+    Args:
+        models: saved folders, or models on the Hub.
+        sources: the corpus.
+        language: the target language, for a model that has several.
+        options: those of `translate_corpus`.
+    """
+    translated = []
+    for model in models:
+        loaded = load_model(model)
+        loaded = into_language(loaded, language if loaded.languages else None)
+        translated += translate_corpus(loaded, sources, **options)
     return translated
 
 
@@ -237,7 +256,11 @@ def lengths_table(results: Sequence[dict[str, Any]]) -> Table:
     for heading in ("words", "pairs", *map(result_name, results, [_models(results) > 1] * len(results))):
         table.add_column(heading, justify="right", overflow="fold")
     for buckets in zip(*(result["by_length"] for result in results)):
-        scores = [f"{bucket['score']:.1f} ± {bucket['confidence']:.1f}" for bucket in buckets]
+        # resamples of one sentence are all alike, which is no certainty
+        scores = [
+            f"{bucket['score']:.1f}" + (f" ± {bucket['confidence']:.1f}" if bucket["pairs"] > 1 else "")
+            for bucket in buckets
+        ]
         table.add_row(words_label(buckets[0]["words"]), f"{buckets[0]['pairs']:,}", *scores)
     return table
 
@@ -273,7 +296,7 @@ def _models(results: Sequence[dict[str, Any]]) -> int:
 def plot_by_length(results: Sequence[dict[str, Any]], path: Path, *, title: str) -> Path:
     """Draw BLEU by the length of the source, with its 95 % intervals, one line per result of `evaluate_corpus`."""
     buckets = results[0]["by_length"]
-    figure = new_figure(height=3.6)
+    figure = new_figure(height=3.6 + 0.1 * len(results))
     panel = figure.subplots()
     for number, result in enumerate(results):
         shift = 0.12 * (number - (len(results) - 1) / 2)  # or the intervals would hide one another
@@ -286,11 +309,11 @@ def plot_by_length(results: Sequence[dict[str, Any]], path: Path, *, title: str)
             capsize=2,
         )
     panel.set_xticks(
-        range(len(buckets)), [f"{words_label(bucket['words'])}\n{bucket['pairs']:,} pairs" for bucket in buckets]
+        range(len(buckets)), [f"{words_label(bucket['words'])}\n({bucket['pairs']:,})" for bucket in buckets]
     )
-    panel.set(title=title, xlabel="words of the source", ylabel="BLEU")
+    panel.set(title=title, xlabel="words of the source (number of pairs)", ylabel="BLEU")
     panel.set_ylim(bottom=0)
-    panel.legend()
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return save_figure(figure, path)
 
 

@@ -119,6 +119,25 @@ def test_tables_name_the_models_where_there_are_several(two_results):
     assert "greedy" in shown.get()
 
 
+def test_one_sentence_has_no_interval():
+    texts = ["one two three four"] * 2 + ["one two three four five six"]
+    result = {"model": "a", "beams": 1, "by_length": evaluation.score_by_length(texts, texts, texts)}
+    console = Console(width=150)
+    with console.capture() as shown:
+        console.print(evaluation.lengths_table([result]))
+    assert "100.0 ± 0.0 │" in shown.get()
+    assert "100.0 │" in shown.get()
+
+
+def test_models_translate_in_turn_into_the_language_that_is_asked_for(learned_model, learned_pairs, tmp_path):
+    copy = shutil.copytree(learned_model, tmp_path / "copy")
+    sources, references = zip(*learned_pairs)
+    models = [str(learned_model), str(copy)]
+    translated = evaluation.translate_by_models(models, sources, language="de", beams=[1])
+    assert [one.model for one in translated] == models
+    assert all(one.texts == list(references) for one in translated)
+
+
 def test_the_picture_by_length_is_drawn(two_results, tmp_path):
     pytest.importorskip("matplotlib")
     path = evaluation.plot_by_length(two_results, tmp_path / "lengths.png", title="two")
