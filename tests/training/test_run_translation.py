@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from relpos.configuration import preset
@@ -77,6 +78,31 @@ def test_fine_tuning_goes_on_from_a_folder(trained, corpus, tmp_path):
     assert json.loads((folder / "config.json").read_text())["dropout"] == 0.1
     assert (folder / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(trained).get_vocab()
+
+
+@pytest.mark.slow
+def test_a_recipe_of_the_paper_trains_at_a_small_size(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    corpora = {"europarl-v7.de-en": 30, "commoncrawl.de-en": 5, "news-commentary-v9.de-en": 5, "newstest2013": 3}
+    for name, count in corpora.items():
+        for language, text in (("en", "The {} house.\n"), ("de", "Das {} Haus.\n")):
+            (tmp_path / f"{name}.{language}").write_text("".join(map(text.format, range(count))), encoding="utf-8")
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {"vocab_size": 420, "max_tokens": 50, "tokens_per_step": 400, "generation_max_length": 10}
+    steps = {"max_steps": 3, "save_steps": 1, "eval_steps": 2, "logging_steps": 1}
+    fields = [f"--{name}={value}" for name, value in {**sizes, **steps}.items()]
+    folder = main(["wmt14-en-de-big", "--output_dir=out", "--use_cpu=true", *fields])
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["max_relative_position"], config["dropout"], config["d_model"]) == (8, 0.3, 32)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    warm_up = [entry["learning_rate"] for entry in history if "loss" in entry]
+    assert warm_up == pytest.approx([4.9411e-4 * step / 4000 for step in range(3)])
+    assert next(entry["step"] for entry in history if "eval_bleu" in entry) == 2
+    weights = [load_file(path / "model.safetensors") for path in [folder, *sorted(folder.glob("checkpoint-*"))]]
+    assert len(weights) == 1 + 3
+    name = "model.encoder.layers.0.fc1.weight"
+    torch.testing.assert_close(weights[0][name], sum(part[name] for part in weights[1:]) / 3)
+    assert not torch.equal(weights[1][name], weights[3][name])
 
 
 def test_translations_are_shown_side_by_side(trained, capsys):

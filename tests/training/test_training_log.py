@@ -73,7 +73,6 @@ def test_reporters_are_given_loss_rate_norm_speed_and_bleu(make_trainer):
 
 
 def test_tensorboard_shows_them(make_trainer, tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     make_trainer(eval_strategy="steps", eval_steps=2, report_to="tensorboard").train()
