@@ -4,7 +4,9 @@ Pairs are looked at in pieces of an Arrow table, so that a corpus of millions of
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -14,6 +16,9 @@ from datasets import Dataset
 from .batching import sequence_lengths
 
 _ROWS = 10_000
+# A side is in another language where py3langid gives its own less than this probability: names, numbers and single words
+# are hard to tell, and most of them are right.
+_SURELY_NOT = 1e-3
 
 
 def drop_pairs(corpus: Dataset, *, duplicates: bool = False) -> tuple[Dataset, dict[str, int]]:
@@ -41,6 +46,46 @@ def drop_pairs(corpus: Dataset, *, duplicates: bool = False) -> tuple[Dataset, d
         keep[rows[first]] = True
         counts["duplicate"] = len(rows) - len(first)
     return _select(corpus, keep), counts
+
+
+def drop_wrong_language(corpus: Dataset, *, num_proc: int | None = None) -> tuple[Dataset, dict[str, int]]:
+    """The pairs whose sides are not surely in other languages than the corpus names.
+
+    Args:
+        corpus: Rows as `read_corpus` returns them.
+        num_proc: Processes that do it.
+
+    Returns:
+        The pairs that remain, and the number of those that do not.
+
+    Raises:
+        ValueError: The languages cannot be told, see `check_languages`.
+    """
+    check_languages(corpus.features["translation"].languages)
+    kept = corpus.filter(_in_their_languages, batched=True, input_columns="translation", num_proc=num_proc)
+    return kept, {"wrong language": len(corpus) - len(kept)}
+
+
+def check_languages(languages: Iterable[str]) -> None:
+    """Raise ValueError where py3langid is not installed, or does not know one of the languages."""
+    known = _identifier().labels
+    for language in languages:
+        if language not in known:
+            raise ValueError(f"drop_wrong_language cannot tell {language}; it knows {', '.join(sorted(known))}.")
+
+
+def _in_their_languages(pairs: list[dict[str, str]]) -> list[bool]:
+    rank = _identifier().rank
+    return [all(dict(rank(text))[language] >= _SURELY_NOT for language, text in pair.items()) for pair in pairs]
+
+
+@cache
+def _identifier() -> Any:
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise ValueError("drop_wrong_language needs py3langid: pip install 'relpos[language]'.") from None
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 def drop_by_length(

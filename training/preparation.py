@@ -17,7 +17,7 @@ from relpos.configuration import presets
 from relpos.pipeline_relpos import language_tags
 
 from .batching import sequence_lengths
-from .cleaning import drop_by_length, drop_pairs
+from .cleaning import check_languages, drop_by_length, drop_pairs, drop_wrong_language
 from .corpus import BUNDLED, BUNDLED_LANGUAGES, bundled_splits, parse_corpora, read_corpus
 from .recipe import DataArguments, ModelArguments, RecipeError
 from .streaming import drop_empty_pairs, tokenize_streams
@@ -55,7 +55,7 @@ def read_corpora(data: DataArguments) -> Corpora:
     """Read and clean the corpora of a recipe.
 
     Raises:
-        RecipeError: There is no pair with text on both sides.
+        RecipeError: There is no pair with text on both sides, or languages that cannot be told are to be told.
         CorpusError: A corpus cannot be read.
     """
     languages = (data.source_lang, data.target_lang)
@@ -65,6 +65,8 @@ def read_corpora(data: DataArguments) -> Corpora:
     }
     if not named["validation"]:
         named["validation"] = [corpus for corpus in named["train"] if corpus[1] == BUNDLED]
+    if data.drop_wrong_language:
+        _check_languages(named["train"])
     corpora = Corpora(
         train=_read_by_languages(named["train"], "train", streaming=data.streaming),
         validation=_read_by_languages(named["validation"], "validation"),
@@ -75,6 +77,11 @@ def read_corpora(data: DataArguments) -> Corpora:
         else:
             corpora.train[pair], counts = drop_pairs(corpus, duplicates=data.drop_duplicates)
             corpora.dropped.update(counts)
+        if data.drop_wrong_language:
+            corpora.train[pair], counts = drop_wrong_language(
+                corpora.train[pair], num_proc=data.preprocessing_num_workers
+            )
+            corpora.dropped.update(counts)
         if next(iter(corpora.train[pair]), None) is None:
             names = " ".join(data.train_corpus)
             raise RecipeError(f"train_corpus={names} has no pair of {'-'.join(pair)} with text on both sides.")
@@ -84,6 +91,13 @@ def read_corpora(data: DataArguments) -> Corpora:
                 f"validation_corpus has the target language {pair[1]}, but train_corpus only {', '.join(corpora.targets)}."
             )
     return corpora
+
+
+def _check_languages(named: list[tuple[Languages, str | Languages]]) -> None:
+    try:
+        check_languages(language for languages, _ in named for language in languages)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def _read_by_languages(

@@ -101,6 +101,13 @@ class DataArguments:
     drop_duplicates: bool = field(
         default=False, metadata={"help": "Leave out training pairs that were there before, both sides the same."}
     )
+    drop_wrong_language: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out training pairs with a side that is surely in another language than the corpus says; needs "
+            "relpos[language]."
+        },
+    )
     subword_sentences: int = field(
         default=1_000_000, metadata={"help": "Pairs at most, evenly spaced, that the vocabulary is trained on."}
     )
@@ -304,6 +311,7 @@ def _check_streaming(data: DataArguments, args: TranslationTrainingArguments) ->
         raise RecipeError("streaming needs max_steps, since nobody knows where an epoch of a stream ends.")
     for name, value, default in (
         ("drop_duplicates", data.drop_duplicates, False),
+        ("drop_wrong_language", data.drop_wrong_language, False),
         ("sampling_temperature", data.sampling_temperature, 1),
         ("dataloader_num_workers", args.dataloader_num_workers, 0),
     ):

@@ -1,9 +1,11 @@
+import sys
+
 import datasets
 import pytest
 from datasets import Dataset
 
 from relpos.training import cleaning
-from relpos.training.cleaning import drop_by_length, drop_pairs
+from relpos.training.cleaning import check_languages, drop_by_length, drop_pairs, drop_wrong_language
 
 PAIRS = [("a", "b"), ("", "b"), ("a", "b"), ("a", "c"), ("a", " \t\u2003"), ("", "b"), ("c", "b"), ("a", "b")]
 
@@ -52,6 +54,35 @@ def test_nothing_left_and_nothing_to_begin_with():
         kept, counts = drop_pairs(rows, duplicates=True)
         assert len(kept) == 0
         assert counts == {"an empty side": len(rows), "duplicate": 0}
+
+
+def test_sides_in_a_wrong_language_are_counted():
+    right = [
+        ("The file could not be opened because it is damaged.", "Die Datei konnte nicht geöffnet werden."),
+        ("OK", "OK"),
+        ("LibreOffice 7.4", "LibreOffice 7.4"),
+        ("Save the file.", "Datei speichern"),
+        ("https://example.org/help?id=1", "https://example.org/help?id=1"),
+    ]
+    wrong = [
+        ("Die Datei konnte nicht geöffnet werden.", "The file could not be opened because it is damaged."),
+        ("The file could not be opened because it is damaged.", "The file could not be opened because it is damaged."),
+        ("Le fichier est endommagé et ne peut pas être ouvert.", "Die Datei konnte nicht geöffnet werden."),
+        ("The file could not be opened.", "Файл повреждён и не может быть открыт."),
+    ]
+    kept, counts = drop_wrong_language(corpus_of([*right, *wrong]))
+    assert pairs_of(kept) == right
+    assert counts == {"wrong language": len(wrong)}
+
+
+def test_a_language_that_cannot_be_told(monkeypatch):
+    check_languages(["en", "de"])
+    with pytest.raises(ValueError, match="cannot tell tlh; it knows ace, "):
+        check_languages(["en", "tlh"])
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    cleaning._identifier.cache_clear()
+    with pytest.raises(ValueError, match=r"pip install 'relpos\[language\]'"):
+        check_languages(["en"])
 
 
 def test_lengths_and_ratios():

@@ -95,3 +95,16 @@ def test_an_empty_corpus_is_refused(data, tmp_path):
         read_corpora(DataArguments(train_corpus=data.train_corpus, validation_corpus=[str(empty)]))
     with pytest.raises(RecipeError, match=r"blank\.tsv has no pair of en-de with text on both sides"):
         read_corpora(DataArguments(train_corpus=[str(blank)]))
+
+
+def test_pairs_in_a_wrong_language_are_left_out_and_counted(data):
+    data.train_corpus = ["en-de=" + data.train_corpus[0]]
+    data.drop_wrong_language = True
+    with open(data.train_corpus[0].partition("=")[2], "a", encoding="utf-8") as file:
+        file.write("La maison est grande et le jardin est petit.\tDas Haus ist groß und der Garten ist klein.\n")
+    corpora = read_corpora(data)
+    assert len(corpora.train["en", "de"]) == 60
+    assert corpora.dropped["wrong language"] == 1
+    data.target_lang, data.train_corpus = "tlh", data.validation_corpus
+    with pytest.raises(RecipeError, match="drop_wrong_language cannot tell tlh"):
+        read_corpora(data)

@@ -98,6 +98,7 @@ def test_a_stopped_run_on_streams_goes_on_exactly(corpus, tmp_path, stopped_at):
     [
         (["--num_train_epochs", "1"], "streaming needs max_steps"),
         (["--max_steps", "1", "--drop_duplicates", "true"], "drop_duplicates=True: it must be False"),
+        (["--max_steps", "1", "--drop_wrong_language", "true"], "drop_wrong_language=True: it must be False"),
         (["--max_steps", "1", "--sampling_temperature", "5"], "sampling_temperature=5.0: it must be 1"),
         (["--max_steps", "1", "--dataloader_num_workers", "2"], "dataloader_num_workers=2: it must be 0"),
     ],
