@@ -26,6 +26,11 @@ from .skewed_relpos import skewed_attention
 NEAR_FAR_FROM = 896
 NEAR_FAR_PER_ROW = 2
 
+# Numbers in cached keys up to which it is fastest to add a_ij to them before a single query meets them: a step of 16
+# sentences with 4 heads of 32 then takes 0.15 against 0.29 ms at 10 tokens and 0.20 against 0.30 ms at 50, on two threads.
+# From four times as many on, it is slower.
+FEW_CACHED = 2**17
+
 
 class Padding(NamedTuple):
     """Where the real tokens of a batch are.
@@ -160,6 +165,20 @@ def attention_by_rows(
     return output, weights.to(query.dtype)
 
 
+def add_rows(states: torch.Tensor, table: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """k_j + a^K_ij or v_j + a^V_ij for a single query i, as equations 3 and 4 have them.
+
+    Args:
+        states: Keys or values, [batch, heads, keys, dim].
+        table: [R, dim] or [heads, R, dim]; None where the model has none.
+        rows: [1, keys].
+
+    Returns:
+        [batch, heads, keys, dim].
+    """
+    return states if table is None else states + table.index_select(-2, rows[0])
+
+
 def attention_of_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -239,7 +258,9 @@ def _times_table(rows_or_queries: torch.Tensor, table: torch.Tensor) -> torch.Te
 
 
 __all__ = [
+    "FEW_CACHED",
     "Padding",
+    "add_rows",
     "attention_by_rows",
     "attention_of_tokens",
     "masked_softmax",

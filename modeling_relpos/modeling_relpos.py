@@ -26,7 +26,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention_relpos import Padding, attention_by_rows, attention_of_tokens, relative_rows
+from .attention_relpos import (
+    FEW_CACHED,
+    Padding,
+    add_rows,
+    attention_by_rows,
+    attention_of_tokens,
+    relative_rows,
+)
 from .configuration_relpos import RelPosConfig
 from .pipeline_relpos import TranslationPipeline  # noqa: F401 (so that the file travels with a saved model)
 
@@ -104,6 +111,17 @@ def wants_weights(config: RelPosConfig, kwargs: dict) -> bool:
             "weights to return. The outputs are the same; it is slower on long sequences."
         )
     return wanted
+
+
+def is_short_step(rows: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether this is a single query that meets few keys, [batch, heads, keys, dim], on CPU."""
+    return (
+        rows.dim() == 2
+        and rows.shape[0] == 1
+        and key.device.type == "cpu"
+        and not is_tracing(key)
+        and key.numel() <= FEW_CACHED
+    )
 
 
 def check_clipping_distance(name: str, saved: torch.Size, own: torch.Size) -> None:
@@ -220,25 +238,28 @@ class RelPosAttention(nn.Module):
         query = self._heads(self.q_proj(hidden_states))
         key, value = self._keys_and_values(hidden_states, key_value_states, cache)
         dropout = self.dropout if self.training else 0.0
-        if self.relative_keys is None and self.relative_values is None:
+        key_table, value_table = self.relative_keys, self.relative_keys if self.tied else self.relative_values
+        if rows is not None and is_short_step(rows, key):
+            key, value = add_rows(key, key_table, rows), add_rows(value, value_table, rows)
+            key_table = value_table = None
+        tables = {"scaling": self.scaling, "key_table": key_table, "value_table": value_table}
+        if key_table is None and value_table is None:
             output, weights = self._interface(query, kwargs)(
                 self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
             )
+            return self.out_proj(output.flatten(2)), weights
+        if rows is None:
+            output = attention_of_tokens(query, key, value, padding=padding, is_causal=self.is_causal, **tables)
+            weights = None
         else:
-            value_table = self.relative_keys if self.tied else self.relative_values
-            tables = {"scaling": self.scaling, "key_table": self.relative_keys, "value_table": value_table}
-            if rows is None:
-                weights = None
-                output = attention_of_tokens(query, key, value, padding=padding, is_causal=self.is_causal, **tables)
-            else:
-                output, weights = attention_by_rows(
-                    query, key, value, rows=rows, mask=attention_mask, dropout=dropout, **tables
-                )
-            output = output.transpose(1, 2)
-        return self.out_proj(output.flatten(2)), weights
+            output, weights = attention_by_rows(
+                query, key, value, rows=rows, mask=attention_mask, dropout=dropout, **tables
+            )
+        return self.out_proj(output.transpose(1, 2).flatten(2)), weights
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [batch, heads, length, dim]
+        states = states.view(*states.shape[:-1], self.num_heads, self.head_dim)
+        return states.transpose(1, 2)  # [batch, heads, length, dim]
 
     def _keys_and_values(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None, cache: Cache | None
