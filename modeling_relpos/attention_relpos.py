@@ -75,7 +75,7 @@ def relative_rows(
         [queries, keys] of int64: clip(j - i, -k, k) + k.
     """
     k = max_relative_position
-    return (key_positions[None, :] - query_positions[:, None]).clamp(-k, k) + k
+    return (key_positions - query_positions[:, None]).clamp_(-k, k).add_(k)
 
 
 def place_rows(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
