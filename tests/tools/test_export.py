@@ -33,7 +33,7 @@ def inputs(batch, sources):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_torch_export_takes_any_sizes(name):
-    model = build(name)
+    model = build(name, encoder_layers=1, decoder_layers=1)
     batch, sources, targets = (torch.export.Dim(dim, min=2, max=512) for dim in ("batch", "sources", "targets"))
     arguments = {**inputs(3, 9), "decoder_input_ids": torch.randint(2, 200, (3, 6)), "use_cache": False}
     shapes = {
@@ -51,14 +51,15 @@ def test_torch_export_takes_any_sizes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared", "sinusoidal"])
-def test_onnx_runtime_generates_the_same_tokens(name, tmp_path):
-    """Through Transformers' own exporter, which calls torch.onnx.export(dynamo=True) on each part.
+@pytest.mark.parametrize(("name", "decoder_layers"), [("shared", 2), ("sinusoidal", 1)])
+def test_onnx_runtime_generates_the_same_tokens(name, decoder_layers, tmp_path):
+    """Through Transformers' own exporter, which calls torch.onnx.export(dynamo=True) on each part. With two layers, each
+    must find its own in the cache.
 
     The example has a prefix of three tokens: a size of 1 would be taken for one that never changes, and the cache that
     the decoding step is captured with is as long as the prefix.
     """
-    model, example = build(name, encoder_layers=1), inputs(2, 7)
+    model, example = build(name, encoder_layers=1, decoder_layers=decoder_layers), inputs(2, 7)
     example["decoder_input_ids"] = torch.randint(2, 200, (2, 3))
     dynamic = OnnxConfig(dynamic=True)
     OnnxExporter().export(model.get_encoder(), inputs(2, 7), dynamic).save_pretrained(tmp_path / "encoder")
