@@ -25,4 +25,5 @@ def client(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # else that of an earlier test, with its address
     return lambda token="hf_of_anna": HfApi(endpoint=hub.url, token=token)
