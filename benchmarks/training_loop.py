@@ -76,7 +76,9 @@ def measure(folder: str, steps: int, rounds: int) -> tuple[list[float], list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="updates of a round; of few, most of the loss is the start of a training")
+    parser.add_argument(
+        "--steps", type=int, default=80, help="updates of a round; with few, the start of a training weighs more"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
