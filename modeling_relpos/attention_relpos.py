@@ -143,6 +143,7 @@ def attention_by_rows(
         The output, [batch, heads, queries, dim], and the weights, [batch, heads, queries, keys], in the query's dtype. A
         query that may look nowhere gets zeros.
     """
+    query = query * scaling  # first, or half precision may overflow
     if rows is not None and rows.dim() == 2 and rows.shape[0] == 1:
         # a single query, which is decoding: its a_ij are a small table themselves, with a row per key
         key_table, value_table = (
@@ -152,7 +153,7 @@ def attention_by_rows(
     terms = None if key_table is None else _times_table(query, key_table)
     if terms is not None and rows is not None:
         terms = place_rows(terms, rows)
-    scores = _add_product(terms, query, key.transpose(-1, -2), scaling=scaling)
+    scores = _add_product(terms, query, key.transpose(-1, -2))
     weights = masked_softmax(scores, mask)
     if dropout > 0:
         weights = nn.functional.dropout(weights, p=dropout)
@@ -238,14 +239,11 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     return weights * mask.any(-1, keepdim=True)
 
 
-def _add_product(
-    terms: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, *, scaling: float = 1.0
-) -> torch.Tensor:
-    """scaling * (terms + left @ right), [batch, heads, ...] each, in one pass over the result."""
+def _add_product(terms: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """terms + left @ right, [batch, heads, ...] each, in one pass over the result."""
     if terms is None:
-        return left @ right * scaling if scaling != 1 else left @ right
-    product = torch.baddbmm(*(each.flatten(0, 1) for each in (terms, left, right)), beta=scaling, alpha=scaling)
-    return product.unflatten(0, left.shape[:2])
+        return left @ right
+    return torch.baddbmm(*(each.flatten(0, 1) for each in (terms, left, right))).unflatten(0, left.shape[:2])
 
 
 def _times_table(rows_or_queries: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -206,6 +206,21 @@ def test_half_precision_is_close_to_float64(dtype):
     assert (output.double() - expected).abs().max() < 8 * eps * expected.abs().max()
 
 
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_half_precision_holds_scores_that_are_too_large_before_they_are_scaled(with_keys):
+    dim, k = 64, 2
+    query = torch.full((1, 1, 3, dim), 40.0, dtype=torch.float16)
+    key = 40 * torch.tensor([1.0, 0.5, 1.0], dtype=torch.float16)[:, None].expand(
+        1, 1, 3, dim
+    )  # 64 * 40 * 40 = 102,400
+    value, table = torch.randn(1, 1, 3, dim).half(), torch.full((2 * k + 1, dim), 40.0, dtype=torch.float16)
+    rows = relative_rows(torch.arange(3), torch.arange(3), k)
+    tables = {"key_table": table if with_keys else None, "value_table": table}
+    output, weights = attention_by_rows(query, key, value, scaling=dim**-0.5, rows=rows, **tables)
+    torch.testing.assert_close(weights[0, 0], torch.tensor([0.5, 0.0, 0.5]).half().expand(3, 3))
+    assert output.isfinite().all()
+
+
 def test_a_query_that_may_look_nowhere_gets_zeros_and_no_nan_gradient():
     query, key, value = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
     mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
