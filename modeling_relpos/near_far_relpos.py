@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .skewed_relpos import NEVER, empty_like_projections, split_table
+from .skewed_relpos import NEVER, by_table, empty_like_projections, of_heads, split_table
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -217,7 +217,7 @@ class Band:
         if steps is None:
             band.zero_()
         else:
-            for rows, states, table in zip(*(t.chunk(len(steps)) for t in (band, queries.flatten(0, 1))), steps):
+            for table, rows, states in by_table(steps, band, queries.flatten(0, 1)):
                 torch.mm(states, table[: self.offsets].t(), out=rows)
         self._hide_what_is_not_there(placed.unflatten(0, (self.heads, self.blocks)))
         return torch.baddbmm(placed, queries, keys.transpose(1, 2))
@@ -241,7 +241,7 @@ class Band:
         total = torch.bmm(weights, keys)
         if steps is not None:
             band = self.by_offset(weights)
-            for out, rows, table in zip(*(t.chunk(len(steps)) for t in (total.flatten(0, 1), band)), steps):
+            for table, out, rows in by_table(steps, total.flatten(0, 1), band):
                 out.addmm_(rows, table[: self.offsets])
         return total
 
@@ -250,7 +250,7 @@ class Band:
         with, [blocks, block, dim]."""
         if total is not None:
             band = self.by_offset(pairs)
-            for out, rows, queries in zip(total, *(t.chunk(len(total)) for t in (band, states.flatten(0, 1)))):
+            for out, rows, queries in by_table(total, band, states.flatten(0, 1)):
                 out[: self.offsets].addmm_(rows.t(), queries)
 
 
@@ -271,11 +271,6 @@ def _pieces(query: torch.Tensor, numbers: int) -> Iterator[tuple[int, slice]]:
             yield sequence, slice(head, min(head + size, heads))
 
 
-def _of_heads(tables: torch.Tensor | None, heads: slice) -> torch.Tensor | None:
-    """The heads' tables, or the one for all."""
-    return tables if tables is None or len(tables) == 1 else tables[heads]
-
-
 def _step_ahead(states: torch.Tensor, steps: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
     """[heads, n, dim] keys or values as queries far behind them see them."""
     return states if steps is None or is_causal else (states + steps[:, -1:]).to(states.dtype)
@@ -291,7 +286,7 @@ class _NearFarAttention(torch.autograd.Function):
         logsumexps = like.new_empty(query.shape[:3])
         for sequence, heads in _pieces(query, CHUNK):
             q, k, v = query[sequence, heads], key[sequence, heads], value[sequence, heads]
-            k_steps, v_steps, first = (_of_heads(tables, heads) for tables in (key_steps, value_steps, farthest))
+            k_steps, v_steps, first = (of_heads(tables, heads) for tables in (key_steps, value_steps, farthest))
             out, lse = output[sequence, heads].to(like.dtype), logsumexps[sequence, heads]
             for band in _bands(*q.shape, reach, is_causal):
                 _near(band, q, k, v, k_steps, v_steps, scaling, out, lse)
@@ -320,8 +315,8 @@ class _NearFarAttention(torch.autograd.Function):
         d_tables = [None if t is None else torch.zeros_like(t) for t in (key_steps, farthest, value_steps)]
         for sequence, heads in _pieces(query, CHUNK // 2):
             q, k, v, g, out, lse = (t[sequence, heads] for t in (query, key, value, grad, output, logsumexps))
-            k_steps, first, v_steps = (_of_heads(tables, heads) for tables in (key_steps, farthest, value_steps))
-            d_k_steps, d_first, d_v_steps = (_of_heads(tables, heads) for tables in d_tables)
+            k_steps, first, v_steps = (of_heads(tables, heads) for tables in (key_steps, farthest, value_steps))
+            d_k_steps, d_first, d_v_steps = (of_heads(tables, heads) for tables in d_tables)
             if first is not None:
                 out = (out - first).to(q.dtype)
                 d_first += _sum_to(d_first, g)
