@@ -1,41 +1,40 @@
 """Self-attention with relative positions for long sequences on CPU, at the price of PyTorch's fused attention.
 
 Clipping makes most pairs ordinary: with k the clipping distance, keys up to i - k all have row 0 of the tables for a query
-at i, and keys from i + k on all have row 2k. So the pairs fall into three:
+at i, and keys from i + k on all have row 2k. So a sequence is cut into tiles of queries, and the pairs fall into three:
 
-- the *band* of the 2k - 1 offsets in between, which is computed in small blocks of queries;
-- those *behind* it, a triangle of all pairs with j <= i - k, and those *ahead* of it, another one: attention as the fused
+- those *near*: each tile meets its own keys and k - 1 more on either side, by skewing, as short sequences do;
+- those *behind*, a staircase of keys before the windows of the tiles, and those *ahead*, another one: attention as the fused
   kernel does it. A constant may be added to all scores of a query, and weights sum to one. With row 0 as the reference its
   terms vanish, so that the kernel gets keys and values as they are behind, and moved by the step from row 0 to row 2k ahead.
 
-A triangle of n tokens is two triangles of n / 2 and a square, which the kernel computes without waste; small triangles end
-this, where it computes squares and hides half of them.
+A staircase is a square of half its length and two staircases of that length, so that the kernel gets squares alone and
+computes nothing in vain.
 
 Every part gives an output and its log-sum-exp, and these are merged as the shards of ring attention are. Backward, each
-part gets the merged output and log-sum-exp, which makes its gradients those of the whole softmax, and the band is computed
-again. Nothing of size n x n is stored.
+part gets the merged output and log-sum-exp, which makes its gradients those of the whole softmax, and the near pairs are
+computed again. Nothing of size n x n is stored.
 """
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .skewed_relpos import NEVER, by_table, empty_like_projections, of_heads, split_table
+from .skewed_relpos import Buffers, Window, empty_like_projections, of_heads, split_table
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Tokens of the smallest triangles.
-TRIANGLE = 256
-# Queries of a block of the band, which meet as many keys and 2k - 2 more.
-BLOCK = 64
-# Numbers of [heads, n, dim] in work at a time, and of these in the band: beside inputs and outputs, these are what memory
-# goes into.
+# Queries of a tile, which meet as many keys and 2k - 2 more.
+TILE = 128
+# Bytes of the buffers that the tiles of some heads pass through.
+BUFFER_BYTES = 2**22
+# Numbers of [heads, n, dim] in work at a time: beside inputs, outputs and buffers, this is what memory goes into.
 CHUNK = 2**20
-BAND_CHUNK = 2**18
 
 
 def near_far_attention(
@@ -101,174 +100,84 @@ class Groups(NamedTuple):
     start: int
     size: int
     step: int
-    count: int = 1
-
-    def moved(self, by: int) -> "Groups":
-        return self._replace(start=self.start + by)
+    count: int
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """A view of [heads, n, ...] as [heads, groups, tokens, ...]."""
         return states[:, self.start :].unfold(1, self.size, self.step)[:, : self.count].movedim(-1, 2)
 
 
-def split_triangle(n: int) -> Iterator[tuple[Groups, Groups]]:
-    """All pairs of n tokens in which one is later than the other, or the same, as groups: each group of the earlier with
-    the group of the later at its place. Where the two are the same, half of the pairs of a group are meant."""
-    whole, rest = divmod(n, TRIANGLE)
-    if whole:
-        yield (Groups(0, TRIANGLE, TRIANGLE, whole),) * 2
-    if rest:
-        yield (Groups(n - rest, rest, rest),) * 2
-    size = TRIANGLE
-    while size < n:
-        count = n // (2 * size)
-        if count:
-            yield Groups(0, size, 2 * size, count), Groups(size, size, 2 * size, count)
-        start = 2 * size * count
-        rest = n - start - size
-        if rest > 0:
-            yield Groups(start, size, size), Groups(start + size, rest, rest)
-        size *= 2
-
-
 class Part(NamedTuple):
-    """Groups of queries, each with its group of keys, that go through the kernel together.
-
-    Attributes:
-        ahead: The keys are ahead of the queries.
-        half: Of queries and keys, as many of both, only pairs that lie as far apart or farther are meant.
-    """
+    """Groups of queries, each with its group of keys, that go through the kernel together."""
 
     queries: Groups
     keys: Groups
     ahead: bool
-    half: bool
-
-    def options(self, like: torch.Tensor) -> dict:
-        """The kernel's. It knows the half behind, and takes the one ahead as a mask."""
-        if not self.half or not self.ahead:
-            return {"is_causal": self.half}
-        return {"attn_mask": like.new_full((self.queries.size, self.keys.size), -torch.inf).tril(-1)[None, None]}
 
 
-def far_parts(n: int, reach: int, is_causal: bool) -> Iterator[Part]:
-    """All pairs of n tokens that lie `reach` or more apart, each in one part."""
-    for earlier, later in split_triangle(n - reach):
-        half = earlier == later
-        yield Part(later.moved(reach), earlier, ahead=False, half=half)
+def far_parts(n: int, tile: int, reach: int, is_causal: bool) -> Iterator[Part]:
+    """All pairs of n tokens that are in no tile's window, each in one part."""
+    around, size = reach - 1, tile
+    while size < n:
+        middles = range(size, n, 2 * size)
+        behind = [((m, min(m + size, n)), (max(0, m - size - around), m - around)) for m in middles]
+        ahead = [((m - size, m), (m + around, min(m + around + size, n))) for m in middles if m + around < n]
+        yield from _grouped(behind, step=2 * size, ahead=False)
         if not is_causal:
-            yield Part(earlier, later.moved(reach), ahead=True, half=half)
+            yield from _grouped(ahead, step=2 * size, ahead=True)
+        size *= 2
 
 
-class Band:
-    """Blocks of queries, each with the keys nearer than `reach`: those of the block, and of the tokens around it.
-
-    Below, [blocks, block, ...] are numbers of queries of all heads and [blocks, width, ...] those of keys.
-    """
-
-    def __init__(self, heads: int, n: int, queries: slice, block: int, reach: int, is_causal: bool):
-        """The band of some of n queries, as many as whole blocks hold, or all that are left."""
-        self.heads, self.n, self.queries, self.block = heads, n, queries, block
-        self.before = reach - 1
-        self.width = self.before + block + (0 if is_causal else self.before)
-        self.offsets = self.width - block + 1
-        self.blocks = -(-(queries.stop - queries.start) // block)  # of each head
-        self.first_key = queries.start - self.before
-        self.reached = (self.blocks - 1) * block + self.width
-        self.keys = slice(max(self.first_key, 0), min(self.first_key + self.reached, n))
-
-    def of_queries(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[heads, n, dim] -> [blocks, block, dim], zeros where the last block has no more queries."""
-        missing = self.blocks * self.block - (self.queries.stop - self.queries.start)
-        states = nn.functional.pad(states[:, self.queries].to(dtype), (0, 0, 0, missing))
-        return states.reshape(self.heads * self.blocks, self.block, -1)
-
-    def of_keys(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[heads, n, dim] -> [blocks, width, dim], zeros where there are no keys. Not to be written to."""
-        before = self.keys.start - self.first_key
-        after = self.reached - before - (self.keys.stop - self.keys.start)
-        keys = nn.functional.pad(states[:, self.keys].to(dtype), (0, 0, before, after)).contiguous()
-        head, row, _ = keys.stride()
-        shape = (self.heads, self.blocks, self.width, keys.shape[2])
-        return keys.as_strided(shape, (head, self.block * row, row, 1)).flatten(0, 1)
-
-    def set_queries(self, total: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Write [blocks, block, ...] to where `of_queries` takes them from, in [heads, n, ...]."""
-        rows = blocks.view(self.heads, -1, *total.shape[2:])
-        total[:, self.queries] = rows[:, : self.queries.stop - self.queries.start]
-
-    def add_keys(self, total: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Add [blocks, width, dim] to where `of_keys` takes them from, in [heads, n, dim]."""
-        blocks = blocks.unflatten(0, (self.heads, self.blocks))
-        summed = total.new_zeros(self.heads, self.reached, total.shape[2])
-        for start in range(0, self.width, self.block):  # pieces that do not overlap
-            piece = blocks[:, :, start : start + self.block]
-            summed[:, start:].unfold(1, piece.shape[2], self.block)[:, : self.blocks].transpose(2, 3).add_(piece)
-        total[:, self.keys] += summed[:, self.keys.start - self.first_key :][:, : self.keys.stop - self.keys.start]
-
-    def scored(self, queries: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
-        """Products of queries with the keys of their block, each with its step added, [blocks, block, width]; `NEVER`
-        outside of the band."""
-        count = len(queries)
-        # rows that are one longer show keys at the same offset below one another
-        memory = queries.new_full((count * self.block * (self.width + 1),), NEVER)
-        band = memory.as_strided((count * self.block, self.offsets), (self.width + 1, 1))
-        placed = memory.as_strided((count, self.block, self.width), (self.block * (self.width + 1), self.width, 1))
-        if steps is None:
-            band.zero_()
-        else:
-            for table, rows, states in by_table(steps, band, queries.flatten(0, 1)):
-                torch.mm(states, table[: self.offsets].t(), out=rows)
-        self._hide_what_is_not_there(placed.unflatten(0, (self.heads, self.blocks)))
-        return torch.baddbmm(placed, queries, keys.transpose(1, 2))
-
-    def by_offset(self, pairs: torch.Tensor) -> torch.Tensor:
-        """[blocks, block, width] numbers of pairs -> [queries, offsets], those of the band."""
-        strides = (self.block * self.width, self.width + 1, 1)
-        return pairs.as_strided((len(pairs), self.block, self.offsets), strides).flatten(0, 1)
-
-    def _hide_what_is_not_there(self, scores: torch.Tensor) -> None:
-        if self.first_key < 0:
-            scores[:, 0, :, : -self.first_key] = NEVER
-        for number in range(self.blocks - 1, -1, -1):
-            missing = self.first_key + number * self.block + self.width - self.n
-            if missing <= 0:
-                break
-            scores[:, number, :, -missing:] = NEVER
-
-    def summed(self, weights: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
-        """Sums of values by [blocks, block, width] weights, each with its step added: [blocks, block, dim]."""
-        total = torch.bmm(weights, keys)
-        if steps is not None:
-            band = self.by_offset(weights)
-            for table, out, rows in by_table(steps, total.flatten(0, 1), band):
-                out.addmm_(rows, table[: self.offsets])
-        return total
-
-    def add_steps(self, total: torch.Tensor | None, pairs: torch.Tensor, states: torch.Tensor) -> None:
-        """Add to [tables, offsets, dim] the gradient of steps, from that of the pairs and what the steps are multiplied
-        with, [blocks, block, dim]."""
-        if total is not None:
-            band = self.by_offset(pairs)
-            for out, rows, queries in by_table(total, band, states.flatten(0, 1)):
-                out[: self.offsets].addmm_(rows.t(), queries)
+def _grouped(pairs: list[tuple[tuple[int, int], tuple[int, int]]], step: int, ahead: bool) -> Iterator[Part]:
+    """Queries from one token to another, with keys from one to another, together where they are equally many."""
+    for sizes, group in groupby(pairs, key=lambda pair: tuple(stop - start for start, stop in pair)):
+        group = list(group)
+        yield Part(*(Groups(start, size, step, len(group)) for (start, _), size in zip(group[0], sizes)), ahead)
 
 
-def _bands(heads: int, n: int, dim: int, reach: int, is_causal: bool) -> Iterator[Band]:
-    """All queries of a sequence, some at a time."""
-    block = min(n, max(BLOCK, reach))  # wider where most keys would be of the tokens around
-    size = max(1, BAND_CHUNK // (heads * dim * block)) * block
+class Tile(NamedTuple):
+    """Queries, and the keys of their window."""
+
+    queries: slice
+    keys: slice
+
+    def window(self, heads: int) -> Window:
+        queries, keys = (tokens.stop - tokens.start for tokens in self)
+        return Window(heads, queries, keys, self.queries.start - self.keys.start)
+
+
+def _tile_size(n: int, reach: int) -> int:
+    """Queries of all tiles but the last, which has a few less."""
+    wanted = max(TILE, reach)  # more where most keys would be of the tokens around
+    return -(-n // max(1, n // wanted))
+
+
+def tiles(n: int, size: int, reach: int, is_causal: bool) -> Iterator[Tile]:
+    """All queries of a sequence."""
     for start in range(0, n, size):
-        yield Band(heads, n, slice(start, min(start + size, n)), block, reach, is_causal)
+        stop = min(start + size, n)
+        last = stop if is_causal else min(stop + reach - 1, n)
+        yield Tile(slice(start, stop), slice(max(0, start - reach + 1), last))
 
 
-def _pieces(query: torch.Tensor, numbers: int) -> Iterator[tuple[int, slice]]:
-    """Where [batch, heads, n, dim] is cut, so that a piece has no more numbers or one head: (sequence, heads)."""
-    batch, heads, n, dim = query.shape
-    size = max(1, numbers // (n * dim))
+def _pieces(query: torch.Tensor, buffers: Buffers) -> Iterator[tuple[int, slice]]:
+    """Where [batch, heads, n, dim] is cut: (sequence, heads)."""
+    batch, heads = query.shape[:2]
+    size = buffers.largest.blocks
     for sequence in range(batch):
         for head in range(0, heads, size):
             yield sequence, slice(head, min(head + size, heads))
+
+
+def _buffers(query: torch.Tensor, numbers: int, reach: int, is_causal: bool) -> Buffers:
+    """For the tiles of some heads of [batch, heads, n, dim], which have no more than `numbers` together, or of one head."""
+    _, heads, n, dim = query.shape
+    tile, around = _tile_size(n, reach), reach - 1
+    keys = tile + around * (1 if is_causal else 2)
+    like = query.new_empty(0, dim, dtype=torch.promote_types(query.dtype, torch.float32))
+    of_a_head = tile * (2 * keys + 2 * (tile + keys)) * like.element_size()  # twice as scores, twice by offset
+    together = max(1, min(heads, numbers // (n * dim), BUFFER_BYTES // of_a_head))
+    return Buffers(like, Window(together, tile, keys, around), reach, is_causal)
 
 
 def _step_ahead(states: torch.Tensor, steps: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
@@ -281,24 +190,26 @@ class _NearFarAttention(torch.autograd.Function):
     @torch.autocast("cpu", enabled=False)
     def forward(ctx, query, key, value, key_steps, farthest, value_steps, scaling, reach, is_causal):
         n = query.shape[2]
-        like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+        buffers = _buffers(query, CHUNK, reach, is_causal)
+        tile = buffers.largest.queries
         output = empty_like_projections(query)
-        logsumexps = like.new_empty(query.shape[:3])
-        for sequence, heads in _pieces(query, CHUNK):
+        logsumexps, near_logsumexps = (buffers.scores.new_empty(query.shape[:3]) for _ in range(2))
+        for sequence, heads in _pieces(query, buffers):
             q, k, v = query[sequence, heads], key[sequence, heads], value[sequence, heads]
             k_steps, v_steps, first = (of_heads(tables, heads) for tables in (key_steps, value_steps, farthest))
-            out, lse = output[sequence, heads].to(like.dtype), logsumexps[sequence, heads]
-            for band in _bands(*q.shape, reach, is_causal):
-                _near(band, q, k, v, k_steps, v_steps, scaling, out, lse)
-            key_ahead, value_ahead = (None if t is None else t[:, -1:] for t in (k_steps, v_steps))
-            shift = 0.0 if key_ahead is None or is_causal else (q * key_ahead).sum(-1, dtype=like.dtype) * scaling
-            for part in far_parts(n, reach, is_causal):
-                _far(part, q, k, v, scaling, out, lse, *((shift, value_ahead) if part.ahead else (0.0, None)))
+            out, lse = output[sequence, heads].to(logsumexps.dtype), logsumexps[sequence, heads]
+            for near in tiles(n, tile, reach, is_causal):
+                _near(near, buffers, q, k, v, k_steps, v_steps, scaling, out, lse)
+            near_logsumexps[sequence, heads] = lse
+            k_ahead, v_ahead = (None if steps is None else steps[:, -1:] for steps in (k_steps, v_steps))
+            shift = None if k_ahead is None or is_causal else (q.to(lse.dtype) @ k_ahead.mT)[..., 0] * scaling
+            for part in far_parts(n, tile, reach, is_causal):
+                _far(part, q, k, v, scaling, out, lse, *((shift, v_ahead) if part.ahead else (None, None)))
             if first is not None:
                 out += first
-            if query.dtype != like.dtype:  # else `out` is a view, and it is there already
+            if query.dtype != out.dtype:  # else `out` is a view, and it is there already
                 output[sequence, heads] = out
-        ctx.save_for_backward(query, key, value, key_steps, farthest, value_steps, output, logsumexps)
+        ctx.save_for_backward(query, key, value, key_steps, farthest, value_steps, output, logsumexps, near_logsumexps)
         ctx.constants = scaling, reach, is_causal
         return output
 
@@ -306,68 +217,61 @@ class _NearFarAttention(torch.autograd.Function):
     @once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, grad):
-        query, key, value, key_steps, farthest, value_steps, output, logsumexps = ctx.saved_tensors
+        query, key, value, key_steps, farthest, value_steps, output, logsumexps, near_logsumexps = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants
         n = query.shape[2]
+        buffers = _buffers(query, CHUNK // 2, reach, is_causal)
+        tile = buffers.largest.queries
         grad = _for_kernel(grad)
-        like = logsumexps.new_empty(0)
         d_states = [empty_like_projections(query).zero_() for _ in range(3)]
         d_tables = [None if t is None else torch.zeros_like(t) for t in (key_steps, farthest, value_steps)]
-        for sequence, heads in _pieces(query, CHUNK // 2):
+        for sequence, heads in _pieces(query, buffers):
             q, k, v, g, out, lse = (t[sequence, heads] for t in (query, key, value, grad, output, logsumexps))
             k_steps, first, v_steps = (of_heads(tables, heads) for tables in (key_steps, farthest, value_steps))
             d_k_steps, d_first, d_v_steps = (of_heads(tables, heads) for tables in d_tables)
             if first is not None:
                 out = (out - first).to(q.dtype)
                 d_first += _sum_to(d_first, g)
-            own = (out * g).sum(-1, keepdim=True, dtype=like.dtype)
-            dq, dk, dv = (total[sequence, heads].to(like.dtype) for total in d_states)
+            own = (out * g).sum(-1, keepdim=True, dtype=lse.dtype)
+            share = (near_logsumexps[sequence, heads] - lse).exp()[..., None]
+            dq, dk, dv = (total[sequence, heads].to(lse.dtype) for total in d_states)
             steps = k_steps, v_steps, d_k_steps, d_v_steps
-            for band in _bands(*q.shape, reach, is_causal):
-                _near_backward(band, q, k, v, g, own, lse[..., None], *steps, scaling, dq, dk, dv)
+            for near in tiles(n, tile, reach, is_causal):
+                _near_backward(near, buffers, q, k, v, g, own, share, *steps, scaling, dq, dk, dv)
             k_ahead, v_ahead = _step_ahead(k, k_steps, is_causal), _step_ahead(v, v_steps, is_causal)
-            for part in far_parts(n, reach, is_causal):
+            for part in far_parts(n, tile, reach, is_causal):
                 keys, values = (k_ahead, v_ahead) if part.ahead else (k, v)
                 part_dk, part_dv = _far_backward(part, g, q, keys, values, out, lse, scaling, dq, dk, dv)
                 if part.ahead:
                     for d_steps, d_keys in ((d_k_steps, part_dk), (d_v_steps, part_dv)):
                         if d_steps is not None:
                             d_steps[:, -1:] += _sum_to(d_steps, d_keys.flatten(1, 2))
-            if query.dtype != like.dtype:  # else they are views, and it is there already
+            if query.dtype != lse.dtype:  # else they are views, and it is there already
                 for total, piece in zip(d_states, (dq, dk, dv)):
                     total[sequence, heads] = piece
         return *d_states, *d_tables, *(None,) * 3
 
 
-def _near(band, q, k, v, k_steps, v_steps, scaling, out, lse) -> None:
-    """Set some queries of `out`, [heads, n, dim], and `lse`, [heads, n], to the attention to the band alone."""
-    q, k, v = band.of_queries(q, out.dtype) * scaling, band.of_keys(k, out.dtype), band.of_keys(v, out.dtype)
-    weights, own_lse = _softmax(band.scored(q, k, k_steps))
-    band.set_queries(lse, own_lse)
-    band.set_queries(out, band.summed(weights, v, v_steps))
+def _near(tile, buffers, q, k, v, k_steps, v_steps, scaling, out, lse) -> None:
+    """Set a tile's queries of `out`, [heads, n, dim], and `lse`, [heads, n], to the attention to its window alone."""
+    views = buffers.of(tile.window(len(q)))
+    q, k, v = (t[:, at].to(out.dtype) for t, at in ((q, tile.queries), (k, tile.keys), (v, tile.keys)))
+    scores = views.scores(q, k, k_steps, scaling)
+    weights = scores.softmax(-1)
+    # a weight is exp(score - log-sum-exp), the largest one of the largest score; torch.logsumexp takes four times as long
+    lse[:, tile.queries] = scores.amax(-1) - weights.amax(-1).log()
+    out[:, tile.queries] = views.summed(weights, v, v_steps)
 
 
-def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., keys] -> weights and log-sum-exps, [..., 1]."""
-    weights = scores.softmax(-1)  # many times as fast as exp where most of what it gives is zero
-    # a weight is exp(score - log-sum-exp), the largest one of the largest score
-    return weights, scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
-
-
-def _near_backward(band, q, k, v, g, own, lse, k_steps, v_steps, d_k_steps, d_v_steps, scaling, dq, dk, dv) -> None:
-    """Set some queries of dq, and add to the other gradients, what comes from the band."""
-    q, g, own, lse = (band.of_queries(states, dq.dtype) for states in (q, g, own, lse))
-    k, v = (band.of_keys(states, dq.dtype) for states in (k, v))
-    q = q * scaling
-    weights, own_lse = _softmax(band.scored(q, k, k_steps))
-    weights.mul_((own_lse - lse).exp_())  # the band's share of the whole
-    band.add_keys(dv, torch.bmm(weights.transpose(1, 2), g))
-    band.add_steps(d_v_steps, weights, g)
-    # outside of the band, a score is the large negative number once more, and its weight is zero
-    d_scores = band.scored(g, v, v_steps).sub_(own).mul_(weights)
-    band.set_queries(dq, band.summed(d_scores, k, k_steps).mul_(scaling))
-    band.add_keys(dk, torch.bmm(d_scores.transpose(1, 2), q))
-    band.add_steps(d_k_steps, d_scores, q)
+def _near_backward(tile, buffers, q, k, v, g, own, share, k_steps, v_steps, d_k_steps, d_v_steps, scaling, dq, dk, dv):
+    """Add to the gradients what comes from the pairs of a tile, which have a share of the weights, [heads, n, 1]."""
+    views = buffers.of(tile.window(len(q)))
+    q, g, own, share = (t[:, tile.queries].to(dq.dtype) for t in (q, g, own, share))
+    k, v = (t[:, tile.keys].to(dq.dtype) for t in (k, v))
+    weights = views.scores(q, k, k_steps, scaling).softmax(-1).mul_(share)
+    found = views.gradients(q, k, v, g, own, weights, k_steps, v_steps, d_k_steps, d_v_steps, scaling)
+    for total, at, blocks in zip((dv, dk, dq), (tile.keys, tile.keys, tile.queries), found):
+        total[:, at] += blocks
 
 
 def _far(part, q, k, v, scaling, out, lse, shift, value_step) -> None:
@@ -377,14 +281,14 @@ def _far(part, q, k, v, scaling, out, lse, shift, value_step) -> None:
         shift: [heads, n], what the step of the keys adds to all scores of a query.
         value_step: [heads or 1, 1, dim], the step of the values.
     """
-    states = part.queries.of(q), part.keys.of(k), part.keys.of(v)
-    part_out, part_lse = _FLASH(*states, 0.0, scale=scaling, **part.options(q))
-    if isinstance(shift, torch.Tensor):
-        part_lse = part_lse + part.queries.of(shift)
+    part_out, part_lse = _FLASH(part.queries.of(q), part.keys.of(k), part.keys.of(v), 0.0, scale=scaling)
+    if shift is not None:
+        part_lse += part.queries.of(shift)
+    part_out = part_out.to(out.dtype)
     if value_step is not None:
-        part_out = part_out + value_step[:, None]
+        part_out += value_step[:, None]
     out, lse = part.queries.of(out), part.queries.of(lse)
-    out.lerp_(part_out.to(out.dtype), torch.sigmoid(part_lse - lse)[..., None])
+    out.lerp_(part_out, torch.sigmoid(part_lse - lse)[..., None])
     torch.logaddexp(lse, part_lse, out=lse)
 
 
@@ -392,9 +296,8 @@ def _far_backward(part, g, q, k, v, out, lse, scaling, dq, dk, dv) -> tuple[torc
     """Add to the gradients what comes from a part; return that of its keys and values, [heads, groups, tokens, dim]. With
     the output and the log-sum-exps of the whole, the kernel's weights are those of the whole."""
     queries, keys = part.queries.of, part.keys.of
-    options = {"is_causal": False, **part.options(q)}
     found = _FLASH_BACKWARD(
-        queries(g), queries(q), keys(k), keys(v), queries(out), queries(lse), 0.0, scale=scaling, **options
+        queries(g), queries(q), keys(k), keys(v), queries(out), queries(lse), 0.0, is_causal=False, scale=scaling
     )
     for total, piece in zip((queries(dq), keys(dk), keys(dv)), found):
         total.add_(piece)

@@ -12,6 +12,7 @@ keys] is felt. Compared with `attention_by_rows`, which takes any labelling of t
 - Memory traffic. Some sequences and heads pass after others through the same buffers, which stay in the processor's cache.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -106,57 +107,181 @@ def empty_like_projections(states: torch.Tensor) -> torch.Tensor:
     return states.new_empty(batch, n, heads, dim).transpose(1, 2)
 
 
-class ByOffset:
-    """Room for one number per pair of [blocks, n, n], laid out by offset.
+class Window(NamedTuple):
+    """Blocks of queries that follow one another, with the keys that each block meets, which do so, too.
 
     Attributes:
-        by_key: [blocks, n, n].
-        band: [blocks * n, offsets], the same memory: the offsets that have a step of their own.
+        blocks: Of heads and sequences.
+        queries, keys: Of each block.
+        before: Keys before the first query's own.
     """
 
-    def __init__(self, like: torch.Tensor, blocks: int, n: int, *, offsets: range, looks_ahead: bool):
+    blocks: int
+    queries: int
+    keys: int
+    before: int = 0
+
+
+class ByOffset:
+    """Room for one number per pair of a window, laid out by offset: a row per query and a column per offset.
+
+    Attributes:
+        by_key: [blocks, queries, keys].
+        band: [blocks * queries, offsets], the same memory: the offsets that have a step of their own.
+        ahead: [blocks * queries, ...], those ahead of them, where these have the last step; else None.
+    """
+
+    def __init__(self, memory: torch.Tensor, window: Window, largest: Window, offsets: range, looks_ahead: bool):
         """
         Args:
+            memory: [queries of all blocks, width] of the largest window.
             offsets: Those that have a step of their own. Those behind them have nothing.
-            looks_ahead: Offsets ahead of them have the last step; else nothing.
+            looks_ahead: Offsets ahead of them have the last step.
         """
-        width = 2 * n - 1
-        same = n - 1  # offset r stands in column `same` + r
-        memory = like.new_zeros(blocks * n, width)
-        self.by_key = memory.as_strided((blocks, n, n), (n * width, width - 1, 1), same)
-        self.band = memory[:, same + offsets.start : same + offsets.stop]
-        spread = looks_ahead and offsets and same + offsets.stop < width
-        self.ahead = memory[:, same + offsets.stop :] if spread else None
-        self.ones = like.new_ones(self.ahead.shape[1]) if spread else None
+        width = memory.shape[1]
+        same = largest.queries - 1 + largest.before  # the column of offset 0
+        first, last = same + offsets.start, same + offsets.stop
+        self.rows = memory[: window.blocks * window.queries]
+        # from one row to the next, keys move on by a column
+        strides = (window.queries * width, width - 1, 1)
+        self.by_key = memory.as_strided(window[:3], strides, same - window.before)
+        self.band = self.rows[:, first:last]
+        self.ahead = self.rows[:, last:] if looks_ahead and offsets and last < width else None
+        self.ones = None if self.ahead is None else memory.new_ones(width - last)
+        self.is_cut = window[1:] != largest[1:]
 
-    def place(self, states: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Products of [blocks * n, dim] with [tables, offsets, dim] steps, by key: [blocks, n, n]."""
-        for table, rows, products in by_table(steps, states, self.band):
-            torch.mm(rows, table.t(), out=products)
+    def place(self, states: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        """Products of [blocks * queries, dim] with [tables, offsets, dim] steps, by key: [blocks, queries, keys]."""
+        if steps is None:
+            self.band.zero_()
+        else:
+            for table, rows, products in by_table(steps, states, self.band):
+                torch.mm(rows, table.t(), out=products)
         if self.ahead is not None:
             self.ahead.copy_(self.band[:, -1:])
         return self.by_key
 
     def sum(self, pairs: torch.Tensor) -> torch.Tensor:
-        """[blocks, n, n] numbers summed by step: [blocks * n, offsets]."""
+        """[blocks, queries, keys] numbers summed by step: [blocks * queries, offsets]."""
+        if self.is_cut:  # where there are no keys, there are numbers of another window
+            self.rows.zero_()
         self.by_key.copy_(pairs)
         if self.ahead is not None:
             self.band[:, -1].addmv_(self.ahead, self.ones)
         return self.band
 
 
-class _Buffers:
-    """What some heads of some sequences pass through."""
+class Buffers:
+    """Memory that windows pass through, one after another."""
 
-    def __init__(self, like: torch.Tensor, blocks: int, reach: int, is_causal: bool):
-        n, dim = like.shape[2:]
-        self.scores = like.new_empty(blocks, n, n)
-        self.states = like.new_empty(blocks, n, dim)
-        offsets = range(1 - reach, 1 if is_causal else reach + 1)
+    def __init__(self, like: torch.Tensor, largest: Window, reach: int, is_causal: bool):
+        """
+        Args:
+            like: [..., dim] states, of the dtype and device.
+            largest: Windows may have fewer blocks, queries, and keys at either end.
+            reach: The farthest offset that has a row of its own.
+        """
+        blocks, queries, keys, before = self.largest = largest
+        self.offsets, self.looks_ahead = range(1 - reach, 1 if is_causal else reach + 1), not is_causal
+        self.scores = like.new_empty(blocks * queries * keys)
+        self.states = like.new_empty(blocks * keys * like.shape[-1])
         # two, since each leaves numbers where the other relies on zeros
+        self.placing, self.summing = (like.new_zeros(blocks * queries, queries + keys - 1) for _ in range(2))
+        if is_causal:
+            self.placing[:, queries + before :] = NEVER
+        self.views: dict[Window, Views] = {}
+
+    def of(self, window: Window) -> "Views":
+        """What a window uses, made once."""
+        if window not in self.views:
+            self.views[window] = Views(self, window)
+        return self.views[window]
+
+
+class Views:
+    """The part of the buffers that a window uses, and what is computed in it.
+
+    Blocks are [blocks, queries or keys, dim], those of one head before those of the next. What is returned is to be used
+    before the next call.
+    """
+
+    def __init__(self, buffers: Buffers, window: Window):
+        self.window, self._states = window, buffers.states
+        self._scores = _view(buffers.scores, window[:3])
         self.placing, self.summing = (
-            ByOffset(like, blocks, n, offsets=offsets, looks_ahead=not is_causal) for _ in range(2)
+            ByOffset(memory, window, buffers.largest, buffers.offsets, buffers.looks_ahead)
+            for memory in (buffers.placing, buffers.summing)
         )
+
+    def scores(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        steps: torch.Tensor | None,
+        scaling: float,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Scores of all pairs relative to the farthest key behind, [blocks, queries, keys].
+
+        Args:
+            visible: [sequences, 1, keys] booleans, False for keys that no query may see; there are blocks of all sequences.
+        """
+        placed = self.placing.place(flat(q), None if steps is None else steps * scaling)
+        scores = self._scores
+        if visible is None:
+            scores.copy_(placed)
+        else:
+            by_sequence = (-1, len(visible))
+            never = scores.new_tensor(NEVER)
+            torch.where(visible, placed.unflatten(0, by_sequence), never, out=scores.unflatten(0, by_sequence))
+        return scores.baddbmm_(q, k.transpose(1, 2), alpha=scaling)
+
+    def summed(self, weights: torch.Tensor, v: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        """Sums of values by weights, each value with its step added, [blocks, queries, dim]."""
+        states = torch.bmm(weights, v, out=_view(self._states, (*self.window[:2], v.shape[2])))
+        if steps is not None:
+            for table, rows, out in by_table(steps, self.summing.sum(weights), flat(states)):
+                out.addmm_(rows, table)
+        return states
+
+    def gradients(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        own: torch.Tensor,
+        weights: torch.Tensor,
+        key_steps: torch.Tensor | None,
+        value_steps: torch.Tensor | None,
+        d_key_steps: torch.Tensor | None,
+        d_value_steps: torch.Tensor | None,
+        scaling: float,
+    ) -> Iterator[torch.Tensor]:
+        """Gradients of values, keys and queries, in this order; those of the steps are added to the tensors for them.
+
+        Args:
+            g: Gradient of the output.
+            own: [blocks, queries, 1], g . output, where output and values are relative to the farthest key's.
+        """
+        of_keys, of_queries = _view(self._states, k.shape), _view(self._states, q.shape)
+        yield torch.bmm(weights.transpose(1, 2), g, out=of_keys)
+        # gradient of the scores: weights * (g . (v + a^V) - g . output)
+        placed = self.placing.place(flat(g), value_steps)
+        scores = torch.sub(placed, own, out=self._scores)
+        scores.baddbmm_(g, v.transpose(1, 2)).mul_(weights)
+        if value_steps is not None:
+            for d_table, rows, some in by_table(d_value_steps, self.summing.sum(weights), flat(g)):
+                d_table.addmm_(rows.t(), some)
+        yield torch.baddbmm(of_keys, scores.transpose(1, 2), q, beta=0, alpha=scaling, out=of_keys)
+        torch.baddbmm(of_queries, scores, k, beta=0, alpha=scaling, out=of_queries)
+        if key_steps is not None:
+            summed = self.summing.sum(scores)
+            for table, rows, out in by_table(key_steps, summed, flat(of_queries)):
+                out.addmm_(rows, table, alpha=scaling)
+            for d_table, rows, some in by_table(d_key_steps, summed, flat(q)):
+                d_table.addmm_(rows.t(), some, alpha=scaling)
+        yield of_queries
 
 
 class _Piece(NamedTuple):
@@ -164,7 +289,7 @@ class _Piece(NamedTuple):
 
     sequences: slice
     heads: slice
-    buffers: _Buffers
+    views: Views
 
     def blocks_of(self, states: torch.Tensor) -> torch.Tensor:
         """[batch, heads, n, dim] -> [blocks, n, dim], not a copy where there is one head."""
@@ -180,8 +305,8 @@ class _Piece(NamedTuple):
         return blocks.unflatten(0, (self.heads.stop - self.heads.start, -1))
 
     def of_sequences(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """[batch, ...] -> [sequences, ...]; what is the same for all stays."""
-        return tensor if tensor is None or len(tensor) == 1 else tensor[self.sequences]
+        """[batch, ...] -> [sequences, ...]."""
+        return None if tensor is None else tensor[self.sequences]
 
 
 def _pieces(query: torch.Tensor, reach: int, is_causal: bool) -> Iterator[_Piece]:
@@ -194,23 +319,17 @@ def _pieces(query: torch.Tensor, reach: int, is_causal: bool) -> Iterator[_Piece
     for start in range(0, batch, size):
         for head in range(0, heads, together):
             sequences, some = slice(start, min(start + size, batch)), slice(head, min(head + together, heads))
-            blocks = (sequences.stop - start) * (some.stop - head)
-            if buffers is None or len(buffers.scores) != blocks:
-                buffers = _Buffers(query, blocks, reach, is_causal)
-            yield _Piece(sequences, some, buffers)
+            window = Window((sequences.stop - start) * (some.stop - head), n, n)
+            buffers = buffers or Buffers(query, window, reach, is_causal)
+            yield _Piece(sequences, some, buffers.of(window))
 
 
-def _visible_keys(
-    real: torch.Tensor | None, n: int, is_causal: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which keys a query may see, [batch or 1, n or 1, n], and which queries see any, [batch, n or 1, 1], as numbers; None
-    for all."""
-    visible = torch.ones(1, n, n, dtype=torch.bool).tril() if is_causal else None
+def _which_see(real: torch.Tensor | None, is_causal: bool) -> torch.Tensor | None:
+    """The queries that see any key, [batch, n or 1, 1] as booleans; None for all."""
     if real is None:
-        return visible, None
-    visible = real[:, None] if visible is None else real[:, None] & visible
-    seeing = visible.any(-1, keepdim=True)
-    return visible, None if seeing.all() else seeing
+        return None
+    seeing = real.cummax(-1).values if is_causal else real.any(-1, keepdim=True)
+    return None if seeing.all() else seeing[..., None]
 
 
 class _SkewedAttention(torch.autograd.Function):
@@ -219,23 +338,17 @@ class _SkewedAttention(torch.autograd.Function):
     def forward(
         ctx, query, key, value, key_steps, farthest, value_steps, real, scaling, reach, is_causal, keep_weights
     ):
-        visible, seeing = _visible_keys(real, query.shape[2], is_causal)
+        visible, seeing = None if real is None else real[:, None], _which_see(real, is_causal)
         output = empty_like_projections(query)
         kept = []
         for piece in _pieces(query, reach, is_causal):
             q, k, v = (piece.blocks_of(states) for states in (query, key, value))
-            steps, buffers = of_heads(key_steps, piece.heads), piece.buffers
-            placed = None if steps is None else piece.by_head(buffers.placing.place(flat(q), steps * scaling))
-            start_scores(piece.by_head(buffers.scores), placed, piece.of_sequences(visible))
-            weights = buffers.scores.baddbmm_(q, k.transpose(1, 2), alpha=scaling).softmax(-1)
+            k_steps, v_steps, first = (of_heads(tables, piece.heads) for tables in (key_steps, value_steps, farthest))
+            scores = piece.views.scores(q, k, k_steps, scaling, piece.of_sequences(visible))
+            weights = scores.softmax(-1)
             if seeing is not None:
                 piece.by_head(weights).mul_(piece.of_sequences(seeing))
-            states = torch.bmm(weights, v, out=buffers.states)
-            steps = of_heads(value_steps, piece.heads)
-            if steps is not None:
-                for table, rows, out in by_table(steps, buffers.summing.sum(weights), flat(states)):
-                    out.addmm_(rows, table)
-            first = of_heads(farthest, piece.heads)
+            states = piece.views.summed(weights, v, v_steps)
             if first is not None:
                 piece.by_head(states).add_(_where_seeing(first[:, None], piece.of_sequences(seeing)))
             piece.put(states, output)
@@ -251,45 +364,24 @@ class _SkewedAttention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, key_steps, farthest, value_steps, seeing, output, *kept = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants
-        d_query, d_key, d_value = (empty_like_projections(query) for _ in range(3))
+        totals = [empty_like_projections(query) for _ in range(3)]
         d_key_steps, d_farthest, d_value_steps = (
             None if tables is None else torch.zeros_like(tables) for tables in (key_steps, farthest, value_steps)
         )
         for piece, weights in zip(_pieces(query, reach, is_causal), kept):
             q, k, v, out, g = (piece.blocks_of(states) for states in (query, key, value, output, grad))
-            buffers = piece.buffers
-            scores, states = buffers.scores, buffers.states
-
-            # gradient of the scores: weights * (g . (v + a^V) - g . output), all relative to the farthest row of a^V
             first = of_heads(farthest, piece.heads)
             if first is not None:
-                out = torch.sub(piece.by_head(out), first[:, None], out=piece.by_head(states)).flatten(0, 1)
+                out = (piece.by_head(out) - first[:, None]).flatten(0, 1)
                 seen = _where_seeing(piece.by_head(g), piece.of_sequences(seeing)).flatten(0, 2)
                 for d_table, rows in by_table(of_heads(d_farthest, piece.heads), seen):
                     d_table.add_(rows.sum(0))
-            own = torch.mul(out, g, out=states).sum(-1, keepdim=True)
-            steps = of_heads(value_steps, piece.heads)
-            if steps is None:
-                scores.copy_(own.neg_())
-            else:
-                torch.sub(buffers.placing.place(flat(g), steps), own, out=scores)
-                d_steps = of_heads(d_value_steps, piece.heads)
-                for d_table, rows, gradients in by_table(d_steps, buffers.summing.sum(weights), flat(g)):
-                    d_table.addmm_(rows.t(), gradients)
-            scores.baddbmm_(g, v.transpose(1, 2)).mul_(weights)
-
-            piece.put(torch.bmm(weights.transpose(1, 2), g, out=states), d_value)
-            piece.put(torch.baddbmm(states, scores.transpose(1, 2), q, beta=0, alpha=scaling, out=states), d_key)
-            torch.baddbmm(states, scores, k, beta=0, alpha=scaling, out=states)
-            steps = of_heads(key_steps, piece.heads)
-            if steps is not None:
-                d_steps, summed = of_heads(d_key_steps, piece.heads), buffers.summing.sum(scores)
-                for table, rows, d_rows in by_table(steps, summed, flat(states)):
-                    d_rows.addmm_(rows, table, alpha=scaling)
-                for d_table, rows, queries in by_table(d_steps, summed, flat(q)):
-                    d_table.addmm_(rows.t(), queries, alpha=scaling)
-            piece.put(states, d_query)
-        return d_query, d_key, d_value, d_key_steps, d_farthest, d_value_steps, *(None,) * 5
+            own = (out * g).sum(-1, keepdim=True)
+            tables = (of_heads(t, piece.heads) for t in (key_steps, value_steps, d_key_steps, d_value_steps))
+            found = piece.views.gradients(q, k, v, g, own, weights, *tables, scaling)
+            for total, blocks in zip(reversed(totals), found):
+                piece.put(blocks, total)
+        return *totals, d_key_steps, d_farthest, d_value_steps, *(None,) * 5
 
 
 def flat(blocks: torch.Tensor) -> torch.Tensor:
@@ -297,17 +389,12 @@ def flat(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.reshape(-1, blocks.shape[-1])
 
 
+def _view(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return room[: math.prod(shape)].view(shape)
+
+
 def _where_seeing(states: torch.Tensor, seeing: torch.Tensor | None) -> torch.Tensor:
     return states if seeing is None else states * seeing
-
-
-def start_scores(scores: torch.Tensor, placed: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor:
-    """What the products of queries and keys are added to: the position terms, and `NEVER` where a query may not look."""
-    if placed is None:
-        return scores.zero_() if visible is None else scores.copy_(torch.where(visible, 0.0, NEVER))
-    if visible is None:
-        return scores.copy_(placed)
-    return torch.where(visible, placed, scores.new_tensor(NEVER), out=scores)
 
 
 __all__ = ["skewed_attention"]

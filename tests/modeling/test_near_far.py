@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from relpos import RelPosForConditionalGeneration, attention_relpos, near_far_relpos, skewed_relpos
 from relpos.attention_relpos import Padding, attention_of_tokens
 from relpos.configuration import preset
-from relpos.near_far_relpos import far_parts, near_far_attention
+from relpos.near_far_relpos import far_parts, near_far_attention, tiles
 from relpos.skewed_relpos import skewed_attention
 
 
@@ -91,10 +91,8 @@ def check(problem, is_causal, *, tolerance=1e-10):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut everything so small that short sequences meet every kind of piece."""
-    monkeypatch.setattr(near_far_relpos, "TRIANGLE", 4)
-    monkeypatch.setattr(near_far_relpos, "BLOCK", 3)
-    monkeypatch.setattr(near_far_relpos, "BAND_CHUNK", 20)
-    monkeypatch.setattr(near_far_relpos, "CHUNK", 1)
+    monkeypatch.setattr(near_far_relpos, "TILE", 4)
+    monkeypatch.setattr(near_far_relpos, "BUFFER_BYTES", 1)
     monkeypatch.setattr(skewed_relpos, "BUFFER_BYTES", 10_000)  # one head of one sequence, or several
 
 
@@ -156,19 +154,21 @@ def test_gradcheck(small_pieces, is_causal):
 @pytest.mark.parametrize("n", range(2, 45))
 @pytest.mark.parametrize("reach", [1, 6])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_every_far_pair_is_in_exactly_one_part(small_pieces, n, reach, is_causal):
-    reach = min(reach, n - 1)
-    offset = torch.arange(n) - torch.arange(n)[:, None]
-    far = (offset <= -reach) | (offset >= reach) & (not is_causal)
+@pytest.mark.parametrize("tile", [2, 6, 7])
+def test_every_pair_is_near_or_in_exactly_one_far_part(n, reach, tile, is_causal):
+    reach, tile = min(reach, n - 1), max(tile, reach)
     count = torch.zeros(n, n, dtype=torch.long)
-    for part in far_parts(n, reach, is_causal):
+    for near in tiles(n, tile, reach, is_causal):
+        count[near.queries, near.keys] += 1
+    for part in far_parts(n, tile, reach, is_causal):
         queries, keys = (groups.of(torch.arange(n)[None])[0] for groups in (part.queries, part.keys))
-        meant = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool)
-        if part.half:
-            meant = meant.triu() if part.ahead else meant.tril()
         for ours, theirs in zip(queries, keys, strict=True):
-            count[ours[0] : ours[-1] + 1, theirs[0] : theirs[-1] + 1] += meant.long()
-    assert torch.equal(count, far.long())
+            count[ours[0] : ours[-1] + 1, theirs[0] : theirs[-1] + 1] += 1
+            offsets = theirs - ours[:, None]
+            assert (offsets >= reach if part.ahead else offsets <= -reach).all()
+    if is_causal:  # within its window, skewing hides the keys ahead
+        count = count.tril()
+    assert torch.equal(count, torch.ones_like(count).tril() if is_causal else torch.ones_like(count))
 
 
 def test_nothing_of_size_n_by_n_is_made(watch):
