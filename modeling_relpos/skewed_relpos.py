@@ -343,17 +343,16 @@ class _SkewedAttention(torch.autograd.Function):
         kept = []
         for piece in _pieces(query, reach, is_causal):
             q, k, v = (piece.blocks_of(states) for states in (query, key, value))
-            k_steps, v_steps, first = (of_heads(tables, piece.heads) for tables in (key_steps, value_steps, farthest))
+            k_steps, v_steps = (of_heads(tables, piece.heads) for tables in (key_steps, value_steps))
             scores = piece.views.scores(q, k, k_steps, scaling, piece.of_sequences(visible))
             weights = scores.softmax(-1)
             if seeing is not None:
                 piece.by_head(weights).mul_(piece.of_sequences(seeing))
-            states = piece.views.summed(weights, v, v_steps)
-            if first is not None:
-                piece.by_head(states).add_(_where_seeing(first[:, None], piece.of_sequences(seeing)))
-            piece.put(states, output)
+            piece.put(piece.views.summed(weights, v, v_steps), output)
             if keep_weights:
                 kept.append(weights)
+        if farthest is not None:
+            output += farthest if seeing is None else farthest * seeing[:, None]
         ctx.save_for_backward(query, key, value, key_steps, farthest, value_steps, seeing, output, *kept)
         ctx.constants = scaling, reach, is_causal
         return output
@@ -365,18 +364,17 @@ class _SkewedAttention(torch.autograd.Function):
         query, key, value, key_steps, farthest, value_steps, seeing, output, *kept = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants
         totals = [empty_like_projections(query) for _ in range(3)]
-        d_key_steps, d_farthest, d_value_steps = (
-            None if tables is None else torch.zeros_like(tables) for tables in (key_steps, farthest, value_steps)
-        )
+        d_key_steps, d_value_steps = (None if t is None else torch.zeros_like(t) for t in (key_steps, value_steps))
+        d_farthest = None
+        if farthest is None:
+            owns = output * grad
+        else:
+            owns = (output - farthest).mul_(grad)  # where nothing is seen, all weights are zero, and it does not count
+            seen = grad if seeing is None else grad * seeing[:, None]
+            d_farthest = seen.sum((0, 2)).view(len(farthest), -1, query.shape[-1]).sum(1, keepdim=True)
+        owns = owns.sum(-1, keepdim=True)
         for piece, weights in zip(_pieces(query, reach, is_causal), kept):
-            q, k, v, out, g = (piece.blocks_of(states) for states in (query, key, value, output, grad))
-            first = of_heads(farthest, piece.heads)
-            if first is not None:
-                out = (piece.by_head(out) - first[:, None]).flatten(0, 1)
-                seen = _where_seeing(piece.by_head(g), piece.of_sequences(seeing)).flatten(0, 2)
-                for d_table, rows in by_table(of_heads(d_farthest, piece.heads), seen):
-                    d_table.add_(rows.sum(0))
-            own = (out * g).sum(-1, keepdim=True)
+            q, k, v, g, own = (piece.blocks_of(states) for states in (query, key, value, grad, owns))
             tables = (of_heads(t, piece.heads) for t in (key_steps, value_steps, d_key_steps, d_value_steps))
             found = piece.views.gradients(q, k, v, g, own, weights, *tables, scaling)
             for total, blocks in zip(reversed(totals), found):
@@ -391,10 +389,6 @@ def flat(blocks: torch.Tensor) -> torch.Tensor:
 
 def _view(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return room[: math.prod(shape)].view(shape)
-
-
-def _where_seeing(states: torch.Tensor, seeing: torch.Tensor | None) -> torch.Tensor:
-    return states if seeing is None else states * seeing
 
 
 __all__ = ["skewed_attention"]
