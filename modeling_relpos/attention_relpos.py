@@ -174,12 +174,12 @@ def add_rows(states: torch.Tensor, table: torch.Tensor | None, rows: torch.Tenso
     Args:
         states: Keys or values, [batch, heads, keys, dim].
         table: [R, dim] or [heads, R, dim]; None where the model has none.
-        rows: [1, keys].
+        rows: [keys].
 
     Returns:
         [batch, heads, keys, dim].
     """
-    return states if table is None else states + table.index_select(-2, rows[0])
+    return states if table is None else states + table.index_select(-2, rows)
 
 
 def attention_of_tokens(

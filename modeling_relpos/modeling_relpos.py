@@ -113,14 +113,14 @@ def wants_weights(config: RelPosConfig, kwargs: dict) -> bool:
     return wanted
 
 
-def is_short_step(rows: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether this is a single query that meets few keys, [batch, heads, keys, dim], on CPU."""
+def is_short_step(hidden_states: torch.Tensor, keys: int) -> bool:
+    """Whether these, [batch, queries, d_model], are a single query that meets few keys, on CPU."""
+    batch, queries, width = hidden_states.shape
     return (
-        rows.dim() == 2
-        and rows.shape[0] == 1
-        and key.device.type == "cpu"
-        and not is_tracing(key)
-        and key.numel() <= FEW_CACHED
+        queries == 1
+        and batch * keys * width <= FEW_CACHED
+        and hidden_states.device.type == "cpu"
+        and not is_tracing(hidden_states)
     )
 
 
@@ -226,8 +226,8 @@ class RelPosAttention(nn.Module):
             hidden_states: [batch, queries, d_model].
             key_value_states: [batch, keys, d_model], the encoder's output in cross-attention.
             attention_mask: Broadcastable to [batch, heads, queries, keys], boolean or additive.
-            rows: [queries, keys] or [batch, queries, keys], the table row of every pair in self-attention with tables.
-                Without them, queries and keys are the same tokens, and which are seen follows from their order and
+            rows: [queries, keys] or [batch, queries, keys], the table row of every pair in self-attention with tables; or
+                [keys] for a single query, of which a_ij are to be added to its keys and values. Without them, queries and keys are the same tokens, and which are seen follows from their order and
                 from `padding` in place of `attention_mask`.
             padding: Where the real tokens are; None where all are real.
             cache: The cache, which this call extends by its own keys and values.
@@ -239,7 +239,7 @@ class RelPosAttention(nn.Module):
         key, value = self._keys_and_values(hidden_states, key_value_states, cache)
         dropout = self.dropout if self.training else 0.0
         key_table, value_table = self.relative_keys, self.relative_keys if self.tied else self.relative_values
-        if rows is not None and is_short_step(rows, key):
+        if rows is not None and rows.dim() == 1:
             key, value = add_rows(key, key_table, rows), add_rows(value, value_table, rows)
             key_table = value_table = None
         tables = {"scaling": self.scaling, "key_table": key_table, "value_table": value_table}
@@ -605,8 +605,6 @@ class RelPosDecoder(RelPosStack):
         past, keys, capacity = self._cache_lengths(own_cache, embeddings)
 
         hidden_states = self.add_positions(embeddings, attention_mask, past, capacity)
-        query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
-        key_positions = torch.arange(keys, device=hidden_states.device)
         mask = rows = padding = None
         new_tokens = isinstance(past, int) and past == 0 and keys == hidden_states.shape[1]
         if new_tokens and self.attends_to_itself(hidden_states, attention_mask, kwargs):
@@ -615,7 +613,11 @@ class RelPosDecoder(RelPosStack):
             mask = create_causal_mask(
                 config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask, cache=own_cache
             )
+            key_positions = torch.arange(keys, device=hidden_states.device)
+            query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
             rows = self.rows(query_positions, key_positions)
+            if rows is not None and is_short_step(hidden_states, keys):
+                rows = rows[0]
             if mask is None and hidden_states.shape[1] > 1 and (rows is not None or wants_weights(self.config, kwargs)):
                 # the library left it to the fused kernel: a query sees what is not ahead of it
                 mask = key_positions <= query_positions[:, None]
