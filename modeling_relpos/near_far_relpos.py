@@ -77,7 +77,7 @@ def near_far_attention(
 
 def _without_padding(query, key, value, scaling, max_relative_position, key_table, value_table, is_causal):
     if query.numel() == 0:
-        return torch.zeros_like(query)
+        return query.clone()  # of the same shape, and with a gradient
     dtype = torch.promote_types(query.dtype, torch.float32)
     reach = min(max_relative_position, query.shape[2] - 1)
     _, key_steps = split_table(key_table, reach, is_causal, dtype)

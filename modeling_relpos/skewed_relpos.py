@@ -54,7 +54,7 @@ def skewed_attention(
         [batch, heads, n, dim]. A query that may look nowhere gets zeros.
     """
     if query.numel() == 0:
-        return torch.zeros_like(query)
+        return query.clone()  # of the same shape, and with a gradient
     dtype = torch.promote_types(query.dtype, torch.float32)
     reach = min(max_relative_position, query.shape[2] - 1)
     _, key_steps = split_table(key_table, reach, is_causal, dtype)

@@ -1,6 +1,7 @@
 """Attention of sequences to themselves, skewed and near-and-far, against the equations with every a_ij written out."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -103,17 +104,29 @@ def problems(draw):
     spans = None
     if draw(st.booleans()):
         spans = [tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for _ in range(2)]
-    return make(n, k, kind=kind, per_head=draw(st.booleans()), spans=spans, dim=draw(st.sampled_from([1, 4])))
+    sizes = {"heads": draw(st.integers(1, 5)), "dim": draw(st.sampled_from([1, 4]))}
+    return make(n, k, kind=kind, per_head=draw(st.booleans()), spans=spans, **sizes)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_equals_the_equations_with_gradients(small_pieces, is_causal):
-    @settings(max_examples=40)
-    @given(problems())
-    def run(problem):
-        check(problem, is_causal)
+    # buffers for one head of one sequence at a time, for some, and for all
+    @settings(max_examples=60)
+    @given(problems(), st.sampled_from([1, 3_000, 10_000, 2**22]))
+    def run(problem, size):
+        with (
+            mock.patch.object(near_far_relpos, "BUFFER_BYTES", size),
+            mock.patch.object(skewed_relpos, "BUFFER_BYTES", size),
+        ):
+            check(problem, is_causal)
 
     run()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n", [1, 9])
+def test_nothing_but_padding_still_has_a_gradient(n, is_causal):
+    check(make(n, 2, spans=[(0, 0), (n, n)]), is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
