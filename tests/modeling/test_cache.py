@@ -149,6 +149,28 @@ def test_beams_move_with_their_cache():
     torch.testing.assert_close(moved, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["beam", "beam-sampling"])
+def test_beam_search_leaves_the_sources_keys_where_they_are(monkeypatch, how):
+    """The hook for it is not documented: this fails where the library no longer calls it, or where it changes anything."""
+    model = build("shared")
+    source = torch.randint(2, 250, (3, 9))
+    mask = torch.ones_like(source)
+    mask[0, 6:], mask[1, :3] = 0, 0
+    found = {}
+    for moved in ("all keys", "the targets' keys"):
+        if moved == "all keys":
+            hook = lambda self, cache, beam_idx: cache.reorder_cache(beam_idx) or cache
+            monkeypatch.setattr(type(model), "_reorder_cache", hook)
+        else:
+            monkeypatch.undo()
+            monkeypatch.setattr(EncoderDecoderCache, "reorder_cache", lambda *_: pytest.fail("everything is moved"))
+        torch.manual_seed(7)
+        options = {**GENERATION[how], "output_scores": True, "return_dict_in_generate": True}
+        found[moved] = model.generate(source, attention_mask=mask, max_new_tokens=30, **options)
+    assert torch.equal(*(each.sequences for each in found.values()))
+    assert torch.equal(*(each.sequences_scores for each in found.values()))
+
+
 def test_the_old_name_of_the_cache_is_not_swallowed():
     model = build("shared")
     source, target = torch.randint(2, 250, (2, 6)), torch.randint(2, 250, (2, 8))
