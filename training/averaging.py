@@ -56,8 +56,8 @@ def average_checkpoints(checkpoints: Sequence[str | Path], out: str | Path, *, f
         The folder.
 
     Raises:
-        AveragingError: Fewer than two checkpoints, one named twice, different configurations, names, shapes or types of
-            weights, or `out` is taken.
+        AveragingError: Fewer than two checkpoints, one named twice, different configurations, tokenizers, names, shapes
+            or types of weights, or `out` is taken or cannot be written.
         ModelError: A checkpoint is missing, incomplete or cut off.
     """
     folders, out = [Path(folder) for folder in checkpoints], Path(out)
@@ -65,8 +65,8 @@ def average_checkpoints(checkpoints: Sequence[str | Path], out: str | Path, *, f
     _check_alike(folders)
     staging = out.with_name(out.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     try:
+        staging.mkdir(parents=True)
         for file in folders[-1].iterdir():
             if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in _NOT_COPIED):
                 shutil.copyfile(file, staging / file.name)
@@ -77,6 +77,11 @@ def average_checkpoints(checkpoints: Sequence[str | Path], out: str | Path, *, f
         if force:
             shutil.rmtree(out, ignore_errors=True)
         os.replace(staging, out)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise AveragingError(
+            f"The average could not be written to {out} ({reason}); the checkpoints are untouched."
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return out
@@ -108,6 +113,10 @@ def _check_alike(folders: list[Path]) -> None:
         check_folder(str(folder))
     config, shapes = _config(first), _shapes(first)
     for other in others:
+        if _tokenizer(first) != _tokenizer(other):
+            raise AveragingError(
+                f"{first} and {other} have different tokenizers, so that their embeddings have no average."
+            )
         their_config, their_shapes = _config(other), _shapes(other)
         for field in sorted(config.keys() | their_config.keys()):
             if config.get(field) != their_config.get(field):
@@ -122,6 +131,12 @@ def _check_alike(folders: list[Path]) -> None:
                     f"{first} and {other} are different models: the weight {name} is {_described(ours)} in one and "
                     f"{_described(theirs)} in the other."
                 )
+
+
+def _tokenizer(folder: Path) -> Any:
+    """What the folder's tokenizer makes of texts; None where it has none."""
+    file = folder / "tokenizer.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -85,7 +85,10 @@ def read_corpora(data: DataArguments) -> Corpora:
         if next(iter(corpora.train[pair]), None) is None:
             names = " ".join(data.train_corpus)
             raise RecipeError(f"train_corpus={names} has no pair of {'-'.join(pair)} with text on both sides.")
-    for pair in corpora.validation:
+    for pair, corpus in corpora.validation.items():
+        if not any(all(text.strip() for text in row["translation"].values()) for row in corpus):
+            names = " ".join(data.validation_corpus or [BUNDLED])
+            raise RecipeError(f"validation_corpus={names} has no pair of {'-'.join(pair)} with text on both sides.")
         if pair[1] not in corpora.targets:
             raise RecipeError(
                 f"validation_corpus has the target language {pair[1]}, but train_corpus only {', '.join(corpora.targets)}."

@@ -11,6 +11,7 @@ A recipe is a YAML file of fields, or the name of one that comes with the packag
 import os
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import datasets
 import transformers
 import yaml
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from huggingface_hub import HfApi
 from rich.console import Console
@@ -31,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relpos.configuration import preset, presets
@@ -39,7 +42,7 @@ from relpos.model_cards.card import write_card
 from relpos.pipeline_relpos import language_tags
 
 from .allocator import keep_freed_memory
-from .averaging import average_checkpoints
+from .averaging import AveragingError, average_checkpoints
 from .batching import sequence_lengths
 from .checkpoints import whole_checkpoints
 from .corpus import BUNDLED, BUNDLED_LICENSE, BUNDLED_SOURCE, CorpusError
@@ -54,9 +57,12 @@ from .trainer import (
     TranslationTrainingArguments,
     save_model,
     save_tokenizer,
+    saving,
     set_generation_defaults,
 )
 
+# In place of a checkpoint to go on from.
+_FINISHED = "the finished model"
 # What a run has left that was stopped before its first checkpoint.
 _BEGINNINGS = (RECIPE_FILE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", ".saving")
 
@@ -71,6 +77,7 @@ def main(argv: list[str] | None = None) -> Path:
         RecipeError: A field is unknown or has an impossible value, or `output_dir` is taken.
         CorpusError: A corpus cannot be read.
         ModelError: The model to fine-tune cannot be opened.
+        AveragingError, SavingError: Something cannot be written, on a full disk say.
         PublishError: `push_to_hub` is set, and the Hub does not take the model; found before the training where it can.
     """
     run = parse_arguments(sys.argv[1:] if argv is None else argv)
@@ -114,28 +121,53 @@ def train(run: Run) -> Path:
     with args.main_process_first(local=False, desc="preparing the folder"):
         if args.should_save:
             prepare_folder(run)
-    if (output_dir / "config.json").is_file() and not args.resume_from_checkpoint:
+    checkpoint = _where_to_go_on(args)
+    if checkpoint == _FINISHED:
         if args.should_save:
             print(f"{output_dir} holds the finished model of this recipe already.")
         return output_dir
     trainer, corpora = make_trainer(run)
-    checkpoint = args.resume_from_checkpoint or next(map(str, reversed(whole_checkpoints(output_dir))), None)
     if checkpoint and not args.resume_from_checkpoint:
         _check_same_batches(checkpoint, trainer)
     if args.should_save:
-        _write_beginnings(run, trainer.processing_class)
+        with saving("The recipe", output_dir):
+            _write_beginnings(run, trainer.processing_class)
         _announce(trainer, corpora.dropped, checkpoint)
     trainer.train(resume_from_checkpoint=checkpoint)
     averaged = _average(trainer) if args.average_last > 1 else 1
     scores, results = _validate(trainer) if trainer.eval_dataset else ({}, [])
-    trainer.save_state()
-    _write_model(trainer, output_dir)
-    if args.should_save:
-        if trainer.model.config.model_type == "relpos":
+    with saving("The model", output_dir):
+        trainer.save_state()
+        _write_model(trainer, output_dir)
+        if args.should_save and trainer.model.config.model_type == "relpos":
             write_card(output_dir, {**_facts(run, trainer, corpora, averaged), **_card_scores(run, results)})
+    if args.should_save:
         _report(output_dir, scores, trainer.eval_dataset, args)
     trainer.accelerator.wait_for_everyone()
     return output_dir
+
+
+def _where_to_go_on(args: TranslationTrainingArguments) -> str | None:
+    """The checkpoint that this run goes on from, None for a new one, or `_FINISHED`.
+
+    Raises:
+        RecipeError: The checkpoint that is asked for is none, or the processes do not see the same ones.
+    """
+    output_dir, found = Path(args.output_dir), args.resume_from_checkpoint
+    if found and not Path(found, TRAINER_STATE_NAME).is_file():
+        raise RecipeError(
+            f"resume_from_checkpoint={found} is no folder of a checkpoint; name one, or leave the field out to go on from "
+            "the last one in output_dir."
+        )
+    if not found and (output_dir / "config.json").is_file():
+        found = _FINISHED
+    found = found or next(map(str, reversed(whole_checkpoints(output_dir))), None)
+    if args.world_size > 1 and len({name and Path(name).name for name in gather_object([found])}) > 1:
+        raise RecipeError(
+            f"output_dir={output_dir} does not hold the same on all machines: put it on a disk that they share, or start "
+            "with an empty one on each."
+        )
+    return found
 
 
 def prepare_folder(run: Run) -> None:
@@ -182,16 +214,14 @@ def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
 
 def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
     """Everything that a run is trained with, and the pairs that it is trained on."""
-    args, output_dir = run.training, Path(run.training.output_dir)
-    corpora = read_corpora(run.data)
-    set_seed(args.seed)
-    with args.main_process_first(desc="preparing the data"):
-        tokenizer = load_run_tokenizer(output_dir)
-        if tokenizer is None:
-            tokenizer = make_tokenizer(run.model, run.data, corpora)
-            if args.should_save and args.world_size > 1:
-                _write_beginnings(run, tokenizer)  # which the other processes take
-        sets = tokenize_corpora(corpora, tokenizer, run.data)
+    args = run.training
+    with saving("The prepared corpora", Path(datasets.config.HF_DATASETS_CACHE)):
+        with args.main_process_first(desc="reading the corpora"):  # which the others find in the cache
+            corpora = read_corpora(run.data)
+        set_seed(args.seed)
+        tokenizer = _shared_tokenizer(run, corpora)
+        with args.main_process_first(desc="preparing the data"):
+            sets = tokenize_corpora(corpora, tokenizer, run.data)
     model = make_model(run, tokenizer, corpora)
     if not run.data.streaming:
         _record_longest_source(model.config, sets.train)
@@ -206,6 +236,26 @@ def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
         compute_metrics=compute_metrics_with(tokenizer) if args.predict_with_generate else None,
     )
     return trainer, corpora
+
+
+def _shared_tokenizer(run: Run, corpora: Corpora) -> PreTrainedTokenizerBase:
+    """The tokenizer that the run's folder holds, or a new one: the first process's for all, on whichever machine they are,
+    since two trainings of a vocabulary may differ."""
+    tokenizer = None
+    if run.training.process_index == 0:
+        tokenizer = load_run_tokenizer(Path(run.training.output_dir))
+        tokenizer = tokenizer or make_tokenizer(run.model, run.data, corpora)
+    if run.training.world_size == 1:
+        return tokenizer
+    with tempfile.TemporaryDirectory() as name:
+        folder, files = Path(name), {}
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder)
+            files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        (files,) = broadcast_object_list([files])
+        for file, content in files.items():
+            (folder / file).write_bytes(content)
+        return load_run_tokenizer(folder)
 
 
 def make_model(run: Run, tokenizer: PreTrainedTokenizerBase, corpora: Corpora) -> PreTrainedModel:
@@ -388,6 +438,6 @@ def _vocabulary(run: Run, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 if __name__ == "__main__":
     try:
         main()
-    except (RecipeError, CorpusError, ModelError, SavingError, publishing.PublishError) as error:
+    except (RecipeError, CorpusError, ModelError, AveragingError, SavingError, publishing.PublishError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

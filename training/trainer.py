@@ -275,10 +275,9 @@ class TranslationTrainer(Seq2SeqTrainer):
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save has only the last for a full disk
             shutil.rmtree(staging, ignore_errors=True)
             last = next((folder.name for folder in reversed(whole_checkpoints(run_dir))), "none")
-            reason = " ".join(str(error).split()).rstrip(".")
             raise SavingError(
-                f"The checkpoint of step {self.state.global_step} could not be written to {run_dir} ({reason}); the last "
-                f"whole one is {last}, and the same command goes on from it."
+                f"The checkpoint of step {self.state.global_step} could not be written to {run_dir} ({_reason(error)}); the "
+                f"last whole one is {last}, and the same command goes on from it."
             ) from error
         finally:
             self._redirected_to = None
@@ -467,6 +466,25 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Save a tokenizer into a folder so that tokenizer_config.json is there only once all of it is."""
     with _staged(folder, last="tokenizer_config.json") as staging:
         tokenizer.save_pretrained(staging)
+
+
+@contextmanager
+def saving(what: str, folder: Path) -> Iterator[None]:
+    """Say in one sentence that something could not be written into a folder, on a full disk say.
+
+    Raises:
+        SavingError: In place of the system's error.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SavingError(
+            f"{what} could not be written to {folder} ({_reason(error)}); make room, and give the same command again."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 @contextmanager

@@ -120,6 +120,25 @@ def test_different_models_are_named_with_their_difference(checkpoints, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_different_tokenizers_are_refused(checkpoints, tmp_path):
+    file = checkpoints[1] / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"][-1]["content"] += "x"
+    file.write_text(json.dumps(content))
+    with pytest.raises(AveragingError, match=r"checkpoint-1 and .*checkpoint-2 have different tokenizers"):
+        average_checkpoints(checkpoints, tmp_path / "out")
+
+
+def test_a_full_disk_is_one_sentence(checkpoints, tmp_path, monkeypatch):
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("relpos.training.averaging._write_average", full_disk)
+    with pytest.raises(AveragingError, match=r"could not be written to .*out \(\[Errno 28\] No space left on device\)"):
+        average_checkpoints(checkpoints, tmp_path / "out")
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_an_average_that_fails_leaves_nothing_and_force_replaces(checkpoints, tmp_path, monkeypatch):
     out = average_checkpoints(checkpoints[:2], tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()

@@ -28,6 +28,21 @@ FIELDS = {
     "per_device_eval_batch_size": 10,  # of 61: the last of the seven batches is one process's alone
 }
 PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# Each process is the only one of its machine, as far as it knows. The vocabulary is the first one's.
+MACHINES = """
+import os
+import sys
+
+from relpos.training import run_translation
+
+os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+if os.environ["RANK"] != "0":
+    del run_translation.make_tokenizer
+try:
+    run_translation.main([part.replace("RANK", os.environ["RANK"]) for part in sys.argv[1:]])
+except run_translation.RecipeError as error:
+    sys.exit(f"error: {error}")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +79,21 @@ def alone(corpus, tmp_path_factory):
     return main(arguments(corpus, tmp_path_factory.mktemp("runs") / "alone"))
 
 
-def train_in_two_processes(corpus, folder, **fields):
-    command = [*PROCESSES, "-m", "relpos.training.run_translation", *arguments(corpus, folder, **fields)]
+@pytest.fixture
+def machines(tmp_path):
+    script = tmp_path / "machines.py"
+    script.write_text(MACHINES)
+    return [str(script)]
+
+
+def train_in_two_processes(corpus, folder, program=("-m", "relpos.training.run_translation"), **fields):
+    process = start_two_processes(corpus, folder, program, **fields)
+    assert process.returncode == 0, process.stderr[:6000]
+    return process.stdout
+
+
+def start_two_processes(corpus, folder, program, **fields):
+    command = [*PROCESSES, *program, *arguments(corpus, folder, **fields)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         stdout, stderr = process.communicate(timeout=300)
@@ -73,8 +101,7 @@ def train_in_two_processes(corpus, folder, **fields):
         if process.poll() is None:
             process.terminate()  # by which torchrun ends what it started, too
             process.communicate(timeout=60)
-    assert process.returncode == 0, stderr[:6000]
-    return stdout
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def same_model(one, other):
@@ -83,10 +110,10 @@ def same_model(one, other):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_twice_the_accumulation(corpus, alone, tmp_path):
+def test_two_processes_train_as_one_with_twice_the_accumulation(corpus, alone, machines, tmp_path):
     """DDP as Trainer sets it up, which fails on a parameter without a gradient."""
     folder = tmp_path / "both"
-    output = train_in_two_processes(corpus, folder, ddp_find_unused_parameters="false")
+    output = train_in_two_processes(corpus, folder, machines, ddp_find_unused_parameters="false")
     assert "on 2 x cpu" in output
     assert output.count("The model is in") == 1
     same_log(folder, alone)
@@ -98,6 +125,14 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(corpus, alone, t
     main(arguments(corpus, folder, ddp_find_unused_parameters="false"))
     same_log(folder, alone)
     same_model(folder, alone)
+
+
+@pytest.mark.slow
+def test_machines_that_do_not_see_the_same_folder_are_told_so(corpus, alone, machines, tmp_path):
+    shutil.copytree(alone, tmp_path / "0")
+    process = start_two_processes(corpus, tmp_path / "RANK", machines)
+    assert process.returncode != 0
+    assert "does not hold the same on all machines: put it on a disk that they share" in process.stderr
 
 
 @pytest.mark.slow

@@ -95,6 +95,10 @@ def test_an_empty_corpus_is_refused(data, tmp_path):
         read_corpora(DataArguments(train_corpus=data.train_corpus, validation_corpus=[str(empty)]))
     with pytest.raises(RecipeError, match=r"blank\.tsv has no pair of en-de with text on both sides"):
         read_corpora(DataArguments(train_corpus=[str(blank)]))
+    with pytest.raises(
+        RecipeError, match=r"validation_corpus=.*blank\.tsv has no pair of en-de with text on both sides"
+    ):
+        read_corpora(DataArguments(train_corpus=data.train_corpus, validation_corpus=[str(blank)]))
 
 
 def test_pairs_in_a_wrong_language_are_left_out_and_counted(data):

@@ -8,10 +8,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from relpos.configuration import preset
 from relpos.modeling_relpos import RelPosAttention
+from relpos.training import run_translation
 from relpos.training.corpus import CorpusError
 from relpos.training.loading import ModelError
 from relpos.training.run_translation import RecipeError, main
 from relpos.training.show_translations import main as show_main
+from relpos.training.trainer import SavingError
 
 TINY = ["--model", "tiny", "--vocab_size", "420", "--max_tokens", "200", "--use_cpu", "true", "--save_strategy", "no"]
 TINY += ["--warmup_steps", "2", "--generation_max_length", "20"]
@@ -131,6 +133,7 @@ def test_translations_are_shown_side_by_side(trained, capsys):
         (["--vocab_size", "100"], "vocab_size must be at least"),
         (["--tokenizer", "missing/folder"], "tokenizer=missing/folder"),
         (["--tokenizer", "missing.model"], "missing.model"),
+        (["--resume_from_checkpoint", "true"], "resume_from_checkpoint=true is no folder of a checkpoint"),
     ],
 )
 def test_impossible_fields_are_named_in_one_sentence(corpus, tmp_path, arguments, message):
@@ -138,6 +141,25 @@ def test_impossible_fields_are_named_in_one_sentence(corpus, tmp_path, arguments
         main([*TINY, "--train_corpus", str(corpus), "--output_dir", str(tmp_path / "out"), *arguments])
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("tokenize_corpora", "The prepared corpora could not be written"),
+        ("_write_beginnings", "The recipe could not be written"),
+        ("write_card", "The model could not be written"),
+    ],
+)
+def test_a_full_disk_is_one_sentence(corpus, tmp_path, monkeypatch, name, what):
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_translation, name, full_disk)
+    with pytest.raises(
+        SavingError, match=rf"^{what} to .*\(\[Errno 28\] No space left on device\); make room, and give"
+    ):
+        main([*TINY, "--max_steps", "1", "--train_corpus", str(corpus), "--output_dir", str(tmp_path / "out")])
 
 
 def test_what_is_missing_is_named(corpus, tmp_path):
@@ -148,6 +170,11 @@ def test_what_is_missing_is_named(corpus, tmp_path):
     (tmp_path / "blank.tsv").write_text("a\t\n \tb\n")
     with pytest.raises(RecipeError, match="text on both sides"):
         main([*TINY, "--train_corpus", str(tmp_path / "blank.tsv"), "--output_dir", str(tmp_path / "out")])
+    both = ["--train_corpus", str(corpus), "--validation_corpus", str(tmp_path / "blank.tsv")]
+    with pytest.raises(
+        RecipeError, match=r"validation_corpus=.*blank\.tsv has no pair of en-de with text on both sides"
+    ):
+        main([*TINY, *both, "--output_dir", str(tmp_path / "out")])
 
 
 def test_nothing_is_overwritten_unasked_and_no_stranger_ever(trained, corpus, tmp_path):
