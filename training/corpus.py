@@ -49,8 +49,8 @@ def parse_corpora(
     """Corpora as a recipe names them, each with its languages and what `read_corpus` takes.
 
     Args:
-        names: A corpus each; before its name it can have its own pair of languages, as in `en-fr=corpus.tsv`. Or the
-            two plain text files of one corpus, source first.
+        names: A corpus each; before its name it can have its own pair of languages, as in `en-fr=corpus.tsv`, where a
+            region follows an underscore, `en-pt_BR=corpus.tmx`. Or the two plain text files of one corpus, source first.
         languages: Source and target language of those that do not say.
 
     Raises:

@@ -21,11 +21,12 @@ class TMXError(ValueError):
 def read_tmx(path: str, languages: tuple[str, str]) -> Iterator[tuple[str, str]]:
     """The pairs of a TMX file, gzipped or not, in its order; units without one of the languages are none of its pairs.
 
-    Runs of white space become one space. Where a unit has no segment in `en`, one in `en-US` is taken.
+    Runs of white space become one space. Where a unit has no segment in `en`, one in `en-US` is taken. The elements may
+    be in a namespace, whichever it is.
 
     Args:
         path: The file, in any encoding that XML allows. It is read in pieces, whatever its size.
-        languages: Source and target language.
+        languages: Source and target language, in any case; `en_US` and `en-US` are the same.
 
     Raises:
         TMXError: The file is no well-formed XML, is cut off, declares entities (which TMX does not need, and which can
@@ -52,13 +53,21 @@ def read_tmx(path: str, languages: tuple[str, str]) -> Iterator[tuple[str, str]]
         raise TMXError(f"no unit in both {languages[0]} and {languages[1]}; its languages are {seen}.")
 
 
+def _code(language: str) -> str:
+    return language.lower().replace("_", "-")
+
+
+def _without_namespace(name: str) -> str:
+    return name.rpartition(" ")[2]
+
+
 class _Units:
     """Collects the pairs of a document that `parser` is fed."""
 
     def __init__(self, languages: tuple[str, str]) -> None:
         self.pairs: list[tuple[str, str]] = []
         self.seen: set[str] = set()
-        self._languages = [language.lower() for language in languages]
+        self._languages = [_code(language) for language in languages]
         self._unit: dict[str, str] = {}
         self._language = ""
         self._text: list[str] | None = None  # of the segment that is being read
@@ -72,10 +81,11 @@ class _Units:
         self.parser.SkippedEntityHandler = self._refuse_entity
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
+        name = _without_namespace(name)
         if name == "tu":
             self._unit = {}
         elif name == "tuv":
-            self._language = next((attributes[key] for key in _LANGUAGE if key in attributes), "").lower()
+            self._language = _code(next((attributes[key] for key in _LANGUAGE if key in attributes), ""))
             self.seen.add(self._language)
         elif name == "seg":
             self._text = []
@@ -87,6 +97,7 @@ class _Units:
             self._text.append(text)
 
     def _end(self, name: str) -> None:
+        name = _without_namespace(name)
         if name == "seg" and self._text is not None:
             self._unit.setdefault(self._language, _SPACE.sub(" ", "".join(self._text)).strip())
             self._text = None
@@ -98,7 +109,7 @@ class _Units:
             self._depth_of_code -= 1
 
     def _segment(self, language: str) -> str | None:
-        regional = (text for code, text in self._unit.items() if re.split("[-_]", code)[0] == language)
+        regional = (text for code, text in self._unit.items() if code.split("-")[0] == language)
         return self._unit.get(language, next(regional, None))
 
     def _refuse_declaration(self, name: str, *_: Any) -> None:

@@ -146,6 +146,14 @@ def test_a_translation_memory_is_a_corpus(tmp_path):
         read_corpus(tmp_path / "c.tmx", languages=LANGUAGES)
 
 
+def test_a_corpus_with_regions_reads_a_translation_memory_with_hyphens(tmp_path):
+    unit = '<tu><tuv xml:lang="en-US"><seg>color</seg></tuv><tuv xml:lang="de-AT"><seg>Farbe</seg></tuv></tu>'
+    (tmp_path / "c.tmx").write_text(f'<tmx version="1.4"><body>{unit}</body></tmx>')
+    [(languages, name)] = parse_corpora([f"en_US-de_AT={tmp_path / 'c.tmx'}"], languages=LANGUAGES)
+    assert languages == ("en_US", "de_AT")
+    assert pairs_of(read_corpus(name, languages=languages), languages) == [("color", "Farbe")]
+
+
 def test_several_corpora_are_told_from_the_two_files_of_one(tmp_path):
     plain = [str(tmp_path / f"c.{language}") for language in LANGUAGES]
     assert parse_corpora(plain, languages=LANGUAGES) == [(LANGUAGES, tuple(plain))]

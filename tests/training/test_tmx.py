@@ -1,4 +1,5 @@
 import gzip
+import re
 import tracemalloc
 
 import pytest
@@ -42,6 +43,27 @@ def test_regions_and_the_older_attribute(tmp_path):
     text = unit(**{"en-US": "colour?", "EN": "color", "de_AT": "Farbe", "den": "?"})
     assert read(tmp_path / "c.tmx", text) == [("color", "Farbe")]
     assert read(tmp_path / "c.tmx", text.replace("xml:lang", "lang")) == [("color", "Farbe")]
+
+
+@pytest.mark.parametrize("languages", [("en_US", "de_DE"), ("en-us", "DE-de"), ("en", "de")])
+@pytest.mark.parametrize("codes", [("en-US", "de-DE"), ("EN_us", "de_de")])
+def test_a_region_follows_a_hyphen_or_an_underscore_in_any_case(tmp_path, languages, codes):
+    text = unit(**dict(zip(codes, ("color", "Farbe"))))
+    assert read(tmp_path / "c.tmx", text, languages=languages) == [("color", "Farbe")]
+
+
+def test_another_region_is_another_language(tmp_path):
+    with pytest.raises(TMXError, match="no unit in both en_US and de; its languages are de, en, en-gb"):
+        read(tmp_path / "c.tmx", unit(**{"en-GB": "colour", "en": "?", "de": "Farbe"}), languages=("en_US", "de"))
+
+
+@pytest.mark.parametrize("prefix", ["", "t:"])
+def test_elements_can_be_in_a_namespace(tmp_path, prefix):
+    declared = f'<tmx xmlns{prefix and ":t"}="http://www.lisa.org/tmx14" version="1.4"><body>'
+    body = unit(en="Press <ph>&lt;b&gt;</ph>it", de="Drück es") + "</body></tmx>"
+    elements = re.sub("(</?)(?=[a-z])", rf"\1{prefix}", declared + body)
+    (tmp_path / "c.tmx").write_text(elements, encoding="utf-8")
+    assert list(read_tmx(str(tmp_path / "c.tmx"), ("en", "de"))) == [("Press it", "Drück es")]
 
 
 @pytest.mark.parametrize(
