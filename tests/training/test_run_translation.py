@@ -1,4 +1,6 @@
 import json
+import re
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from relpos.modeling_relpos import RelPosAttention
 from relpos.training import run_translation
 from relpos.training.corpus import CorpusError
 from relpos.training.loading import ModelError
-from relpos.training.run_translation import RecipeError, main
+from relpos.training.recipe import parse_arguments
+from relpos.training.run_translation import RecipeError, main, make_trainer
 from relpos.training.show_translations import main as show_main
 from relpos.training.trainer import SavingError
 
@@ -61,6 +64,7 @@ def test_the_recipe_in_the_folder_repeats_the_run(trained, tmp_path):
 def test_fine_tuning_goes_on_from_a_folder(trained, corpus, tmp_path):
     folder = main(
         [
+            "finetune",
             "--model",
             str(trained),
             "--train_corpus",
@@ -141,6 +145,50 @@ def test_impossible_fields_are_named_in_one_sentence(corpus, tmp_path, arguments
         main([*TINY, "--train_corpus", str(corpus), "--output_dir", str(tmp_path / "out"), *arguments])
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "out").glob("*.json"))
+
+
+def test_what_is_left_out_and_the_padding_are_said(corpus, tmp_path, capsys):
+    fields = [
+        "--train_corpus",
+        str(corpus),
+        "--max_length",
+        "8",
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--max_steps",
+        "1",
+    ]
+    main([*TINY, *fields, "--drop_duplicates", "true"])
+    said = {line[:18].strip(): line[18:].strip() for line in capsys.readouterr().out.splitlines()}
+    kept = int(said["training pairs"])
+    dropped = dict(reversed(part.split(" ", 1)) for part in said["left out"].split(", "))
+    assert dropped["empty"] == "1"
+    assert sum(map(int, dropped.values())) == 41 - kept
+    assert re.search(r"padding \d+% of the sources and \d+% of the targets", said["batches"])
+
+
+def test_pairs_of_a_small_corpus_come_more_often_where_the_temperature_says_so(tmp_path):
+    for name, size in (("large", 32), ("small", 4)):
+        lines = (f"The {n} house.\tDas {n} Haus {name}.\n" for n in range(size))
+        (tmp_path / f"{name}.tsv").write_text("".join(lines), encoding="utf-8")
+    corpora = [f"en-de={tmp_path / 'large.tsv'}", f"en-nl={tmp_path / 'small.tsv'}"]
+    times = {}
+    for temperature in ("1", "2"):
+        fields = [
+            "--train_corpus",
+            *corpora,
+            "--sampling_temperature",
+            temperature,
+            "--output_dir",
+            str(tmp_path / "out"),
+        ]
+        trainer, _ = make_trainer(parse_arguments([*TINY, *fields]))
+        rows = Counter(row for batch in trainer.batch_sampler for row in batch)
+        times[temperature] = sum(rows[row] for row in range(32)), sum(rows[row] for row in range(32, 36))
+    assert times["1"] == (32, 4)
+    large, small = times["2"]
+    assert large == 32
+    assert small / large == pytest.approx((4 / 32) ** 0.5, abs=0.05)
 
 
 @pytest.mark.parametrize(
