@@ -7,12 +7,14 @@ file and the line, never skipped.
 """
 
 import gzip
+import html
 import json
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 
 import datasets
@@ -36,7 +38,15 @@ _SPARE = 1.5
 
 
 _ONE_FILE = (".tsv", ".json", ".jsonl", ".tmx")
+_SGM = ".sgm"
+# SGM is SGML, of which WMT's files use these elements, and more around the segments, with attributes in any order.
+_SGM_ELEMENTS = ("srcset", "refset", "doc", "seg")
+_SGM_SEGMENT = re.compile(r"<doc\b(?P<doc>[^>]*)>|<seg\b(?P<seg>[^>]*)>(?P<text>.*?)</seg\b", re.IGNORECASE | re.DOTALL)
+_SGM_ID = re.compile(r"""\b(?:doc)?id\s*=\s*["']([^"']*)""", re.IGNORECASE)
+# With its semicolon: a bare & is an ampersand, as in AT&T.
+_SGM_ENTITY = re.compile(r"&#?\w+;")
 _WITH_LANGUAGES = re.compile(r"([A-Za-z]\w*)-([A-Za-z]\w*)=(.+)")
+_WITH_HYPHENS = re.compile(r"[A-Za-z]\w*(-\w+){2,}=.+")
 
 
 class CorpusError(ValueError):
@@ -50,25 +60,28 @@ def parse_corpora(
 
     Args:
         names: A corpus each; before its name it can have its own pair of languages, as in `en-fr=corpus.tsv`, where a
-            region follows an underscore, `en-pt_BR=corpus.tmx`. Or the two plain text files of one corpus, source first.
+            region follows an underscore, `en-pt_BR=corpus.tmx`. Or the two files of one corpus, plain text or SGM, source
+            first.
         languages: Source and target language of those that do not say.
 
     Raises:
-        CorpusError: The two languages of a corpus are the same.
+        CorpusError: The two languages of a corpus are the same, or a hyphen leaves open where the second one starts.
     """
-    if len(names) == 2 and all(_is_plain(name, languages) for name in names):
+    if len(names) == 2 and all(_is_one_side(name, languages) for name in names):
         return [(languages, tuple(names))]
     corpora = []
     for name in names:
         match = _WITH_LANGUAGES.fullmatch(name)
+        if _WITH_HYPHENS.fullmatch(name) and not Path(name).exists():
+            raise CorpusError(f"{name} names a region by a hyphen; use an underscore, as in en_US-de_DE=FILE.")
         corpora.append(((match[1], match[2]), match[3]) if match else (languages, name))
         _check_languages(corpora[-1][0])
     return corpora
 
 
-def _is_plain(name: str, languages: tuple[str, str]) -> bool:
+def _is_one_side(name: str, languages: tuple[str, str]) -> bool:
     suffix = _suffix(Path(name))
-    return suffix not in _ONE_FILE and (Path(name).is_file() or suffix[1:] in languages)
+    return suffix not in _ONE_FILE and (suffix == _SGM or suffix[1:] in languages or Path(name).is_file())
 
 
 def read_corpus(
@@ -88,6 +101,7 @@ def read_corpus(
             - a translation memory, `.tmx` or `.tmx.gz`;
             - two plain text files of equal line counts, source first, as a sequence of two paths, or one path
               without the languages where `path.en` and `path.de` exist (or both with `.gz`);
+            - the source and the reference of a WMT test set, `.sgm` or `.sgm.gz`, as a sequence of two paths;
             - the name or folder of a dataset that `datasets.load_dataset` takes, with a column `translation` or one
               column per language;
             - `"libreoffice-help"`, the bundled corpus, whole and in its order.
@@ -96,18 +110,19 @@ def read_corpus(
         streaming: Read while iterating, and write nothing to disk; damage is then found when it is come to.
 
     Returns:
-        Rows `{"translation": {source_language: str, target_language: str}}`, one per line, or per unit of a translation
-        memory that has both languages, in the order of the file.
+        Rows `{"translation": {source_language: str, target_language: str}}`, one per line, per unit of a translation
+        memory that has both languages, or per segment of SGM, in the order of the file.
 
     Raises:
-        CorpusError: Missing, empty, truncated or undecodable file, unequal line counts, or a malformed line.
+        CorpusError: Missing, empty, truncated or undecodable file, unequal line counts or other segments in the other
+            file, or a malformed line.
     """
     _check_languages(languages)
     paths = [source] if isinstance(source, str | Path) else list(source)
     if len(paths) not in (1, 2):
         raise CorpusError(f"A corpus is one path or a pair of paths, source and target, not {len(paths)} of them.")
     if len(paths) == 2:
-        return _from_lines(_parallel_lines, [_existing(path) for path in paths], languages, streaming)
+        return _from_lines(_pair_reader(paths), [_existing(path) for path in paths], languages, streaming)
     name = str(paths[0])
     if name == BUNDLED:
         if set(languages) != set(BUNDLED_LANGUAGES):
@@ -128,7 +143,7 @@ def read_corpus(
     if path.is_file():
         raise CorpusError(
             f"{path} is no kind of corpus that is known by its ending: .tsv, .json, .jsonl and .tmx (each also .gz) hold "
-            "both languages, plain text comes as two files."
+            "both languages, plain text and SGM come as two files, source first."
         )
     return _from_dataset(name, languages, split, streaming)
 
@@ -228,6 +243,13 @@ def _check_languages(languages: tuple[str, str]) -> None:
         raise CorpusError(f"languages must be two different languages, such as ('en', 'de'), not {languages!r}.")
 
 
+def _pair_reader(paths: Sequence[str | Path]) -> Callable[..., Iterator[dict]]:
+    kinds = [_suffix(Path(path)) == _SGM for path in paths]
+    if any(kinds) and not all(kinds):
+        raise CorpusError(f"{paths[0]} and {paths[1]} must both be SGM or both plain text.")
+    return _sgm_pairs if all(kinds) else _parallel_lines
+
+
 def _existing(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_file():
@@ -306,6 +328,43 @@ def _parallel_lines(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
         raise CorpusError(
             f"{paths[0]} has {counts[0]:,} lines but {paths[1]} has {counts[1]:,}; they must be equal in number."
         )
+
+
+def _sgm_pairs(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
+    paths = [path for path, *_ in files]
+    sides = [_sgm_segments(path) for path in paths]
+    for number, ((first, _), (second, _)) in enumerate(zip_longest(*sides, fillvalue=("none", "")), 1):
+        if first != second:
+            raise CorpusError(
+                f"{paths[0]} has {len(sides[0]):,} segments and {paths[1]} has {len(sides[1]):,}, which must be the same ones, "
+                f"but number {number:,} is {first} in one and {second} in the other."
+            )
+    for (_, source), (_, target) in zip(*sides):
+        yield {"translation": dict(zip(languages, (source, target)))}
+
+
+def _sgm_segments(path: str) -> list[tuple[str, str]]:
+    """Of each segment of a file, which one of which document it is, and its text with single spaces."""
+    content = "\n".join(_lines(path))
+    for name in _SGM_ELEMENTS:
+        opened, closed = (len(re.findall(rf"<{slash}{name}\b", content, re.IGNORECASE)) for slash in ("", "/"))
+        if opened != closed:
+            raise CorpusError(f"{path} is damaged or truncated: it opens {opened:,} <{name}> but closes {closed:,}.")
+    segments, document = [], ""
+    for found in _SGM_SEGMENT.finditer(content):
+        if found["doc"] is not None:
+            document = _sgm_id(found["doc"])
+            continue
+        text = _SGM_ENTITY.sub(lambda entity: html.unescape(entity[0]), found["text"])
+        segments.append((f"segment {_sgm_id(found['seg'])} of document {document}", " ".join(text.split())))
+    if not segments:
+        raise CorpusError(f'{path} has no segment, such as <seg id="1">text</seg>.')
+    return segments
+
+
+def _sgm_id(attributes: str) -> str:
+    found = _SGM_ID.search(attributes)
+    return found[1] if found else "without id"
 
 
 def _tmx_units(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:

@@ -146,6 +146,100 @@ def test_a_translation_memory_is_a_corpus(tmp_path):
         read_corpus(tmp_path / "c.tmx", languages=LANGUAGES)
 
 
+def sgm(documents, kind="src"):
+    """An SGM file in the layout of WMT's, of the segments of each document by their ids."""
+    body = ""
+    for name, segments in documents.items():
+        lines = "".join(f'<seg id="{number}">{text}</seg>\n' for number, text in segments.items())
+        body += f'<doc sysid="ref" docid="{name}" genre="news" origlang="de">\n<p>\n{lines}</p>\n</doc>\n'
+    return f'<{kind}set setid="newstest2014" srclang="any">\n{body}</{kind}set>\n'
+
+
+def write_sgm(folder, source, reference):
+    files = [folder / "t-deen-src.en.sgm", folder / "t-deen-ref.de.sgm"]
+    for file, text in zip(files, (source, reference)):
+        file.write_text(text, encoding="utf-8", newline="")
+    return files
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_two_sgm_files_are_a_corpus(tmp_path, streaming):
+    source = {"bbc/1": {1: "A &amp; B &lt;c&gt; &#8211; &amp;quot; AT&T", 2: ""}, "faz": {1: " one\n two\u2028"}}
+    reference = {"bbc/1": {1: "Ä\u0085", 2: "leer"}, "faz": {1: "<hl>eins</hl>"}}
+    # The case of tags, the order of attributes and their quotes are free in SGML.
+    source, reference = sgm(source).replace("seg", "SEG"), sgm(reference, "ref").replace('docid="faz"', "docid='faz'")
+    files = write_sgm(tmp_path, source, reference)
+    corpus = read_corpus(files, languages=LANGUAGES, streaming=streaming)
+    pairs = [tuple(row["translation"][language] for language in LANGUAGES) for row in corpus]
+    assert pairs == [("A & B <c> – &quot; AT&T", "Ä"), ("", "leer"), ("one two", "<hl>eins</hl>")]
+    for file in files:
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    assert list(read_corpus([f"{file}.gz" for file in files], languages=LANGUAGES)) == list(corpus)
+
+
+SGM = {"a": {1: "A house.", 2: "Yes."}, "b": {1: "No."}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        (
+            {"a": {1: "x", 2: "x"}},
+            "has 3 segments and .* has 2, .* number 3 is segment 1 of document b in one and none in",
+        ),
+        (
+            {"a": {1: "x", 2: "x"}, "c": {1: "x"}},
+            "3 .* 3, .* number 3 is segment 1 of document b .* 1 of document c in",
+        ),
+        (
+            {"a": {1: "x", 3: "x"}, "b": {1: "x"}},
+            "3 .* 3, .* number 2 is segment 2 of document a .* 3 of document a in",
+        ),
+        (
+            {"b": {1: "x"}, "a": {1: "x", 2: "x"}},
+            "3 .* 3, .* number 1 is segment 1 of document a .* 1 of document b in",
+        ),
+    ],
+)
+def test_sgm_files_of_other_segments_are_refused_with_both_counts(tmp_path, reference, found):
+    files = write_sgm(tmp_path, sgm(SGM), sgm(reference, "ref"))
+    with pytest.raises(CorpusError, match=found) as caught:
+        read_corpus(files, languages=LANGUAGES)
+    assert all(str(file) in str(caught.value) for file in files)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cut", "rest", "message"),
+    [
+        ("</seg>", "", r"ref\.de\.sgm is damaged or truncated: it opens 1 <refset> but closes 0"),
+        ("</doc>", "</refset>", r"ref\.de\.sgm is damaged or truncated: it opens 2 <doc> but closes 1"),
+        ("</seg>", "</doc></refset>", r"ref\.de\.sgm is damaged or truncated: it opens 3 <seg> but closes 2"),
+        ("<refset", "<refset></refset>", r"ref\.de\.sgm has no segment"),
+        ("<refset", "", r"ref\.de\.sgm has no segment"),
+    ],
+)
+def test_damaged_sgm_files(tmp_path, cut, rest, message):
+    files = write_sgm(tmp_path, sgm(SGM), sgm(SGM, "ref").rpartition(cut)[0] + rest)
+    with pytest.raises(CorpusError, match=message) as caught:
+        read_corpus(files, languages=LANGUAGES)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_sgm_file_does_not_go_alone_or_with_plain_text(tmp_path):
+    files = write_sgm(tmp_path, sgm(SGM), sgm(SGM, "ref"))
+    (tmp_path / "plain.de").write_text("x\n" * 3)
+    with pytest.raises(CorpusError, match="both be SGM or both plain"):
+        read_corpus([files[0], tmp_path / "plain.de"], languages=LANGUAGES)
+    with pytest.raises(CorpusError, match="SGM come as two files, source first"):
+        read_corpus(files[0], languages=LANGUAGES)
+    names = [str(file) for file in files]
+    assert parse_corpora(names, languages=LANGUAGES) == [(LANGUAGES, tuple(names))]
+    assert parse_corpora(["no.en.sgm", "no.de.sgm.gz"], languages=LANGUAGES) == [
+        (LANGUAGES, ("no.en.sgm", "no.de.sgm.gz"))
+    ]
+
+
 def test_a_corpus_with_regions_reads_a_translation_memory_with_hyphens(tmp_path):
     unit = '<tu><tuv xml:lang="en-US"><seg>color</seg></tuv><tuv xml:lang="de-AT"><seg>Farbe</seg></tuv></tu>'
     (tmp_path / "c.tmx").write_text(f'<tmx version="1.4"><body>{unit}</body></tmx>')
@@ -164,6 +258,8 @@ def test_several_corpora_are_told_from_the_two_files_of_one(tmp_path):
     pairs = [LANGUAGES, LANGUAGES, ("en", "pt_BR"), ("fr", "de")]
     assert parse_corpora(names, languages=LANGUAGES) == list(zip(pairs, [*names[:2], "c.tsv", "user/name"]))
     assert len(parse_corpora(["a.tsv", "b.tsv"], languages=LANGUAGES)) == 2
+    with pytest.raises(CorpusError, match=r"en-US-de=c.tmx names .* en_US-de_DE=FILE"):
+        parse_corpora(["en-US-de=c.tmx"], languages=LANGUAGES)
     with pytest.raises(CorpusError, match="'de', 'de'"):
         parse_corpora(["de-de=c.tsv"], languages=LANGUAGES)
 
