@@ -1,7 +1,12 @@
+import gzip
+from pathlib import Path
+
+import datasets
 import pytest
 import yaml
 
 from relpos.configuration import preset, recipe, recipes
+from relpos.training.corpus import parse_corpora, read_corpus
 from relpos.training.recipe import RecipeError, parse_arguments
 
 REQUIRED = ["--model", "tiny", "--train_corpus", "corpus.tsv"]
@@ -59,6 +64,36 @@ def test_the_papers_numbers(name, positions):
     assert args.save_total_limit >= averaged
     config = preset(model.model, **run.overrides)
     assert (config.max_relative_position is None) == bool(positions)
+
+
+WMT14 = {
+    # what the archives of statmt.org/wmt14 unpack to, as tensor2tensor and fairseq find it there
+    "de": """training/europarl-v7.de-en.de training/europarl-v7.de-en.en commoncrawl.de-en.de commoncrawl.de-en.en
+        training/news-commentary-v9.de-en.de training/news-commentary-v9.de-en.en""",
+    "fr": """training/europarl-v7.fr-en.fr training/europarl-v7.fr-en.en commoncrawl.fr-en.fr commoncrawl.fr-en.en
+        un/undoc.2000.fr-en.fr un/undoc.2000.fr-en.en training/news-commentary-v9.fr-en.fr
+        training/news-commentary-v9.fr-en.en giga-fren.release2.fixed.fr.gz giga-fren.release2.fixed.en.gz""",
+}
+
+
+@pytest.mark.parametrize("positions", ["", "-sinusoidal"])
+@pytest.mark.parametrize("name", PAPER)
+def test_the_corpora_are_named_as_the_archives_unpack_them(name, positions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = parse(name + positions).data
+    languages = (data.source_lang, data.target_lang)
+    validation = [f"dev/newstest2013.{language}" for language in languages]
+    training = WMT14[data.target_lang].split()
+    for file in map(Path, [*validation, *training]):
+        file.parent.mkdir(exist_ok=True)
+        with (gzip.open if file.suffix == ".gz" else open)(file, "wt") as opened:
+            opened.write(f"{file.name.removesuffix('.gz')}\n")
+    found = []
+    for _, corpus in parse_corpora([*data.validation_corpus, *data.train_corpus], languages=languages):
+        [row] = read_corpus(corpus, languages=languages)
+        found += row["translation"].values()
+    assert sorted(found) == sorted(Path(file.removesuffix(".gz")).name for file in [*validation, *training])
 
 
 def test_the_quickstart_is_small():

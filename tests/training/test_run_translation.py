@@ -89,10 +89,17 @@ def test_fine_tuning_goes_on_from_a_folder(trained, corpus, tmp_path):
 @pytest.mark.slow
 def test_a_recipe_of_the_paper_trains_at_a_small_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    corpora = {"europarl-v7.de-en": 30, "commoncrawl.de-en": 5, "news-commentary-v9.de-en": 5, "newstest2013": 3}
-    for name, count in corpora.items():
+    archives = {  # what they unpack to
+        "training/europarl-v7.de-en": 30,
+        "commoncrawl.de-en": 5,
+        "training/news-commentary-v9.de-en": 5,
+        "dev/newstest2013": 3,
+    }
+    for name, count in archives.items():
         for language, text in (("en", "The {} house.\n"), ("de", "Das {} Haus.\n")):
-            (tmp_path / f"{name}.{language}").write_text("".join(map(text.format, range(count))), encoding="utf-8")
+            file = tmp_path / f"{name}.{language}"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("".join(map(text.format, range(count))), encoding="utf-8")
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     sizes |= {"vocab_size": 420, "max_tokens": 50, "tokens_per_step": 400, "generation_max_length": 10}
     steps = {"max_steps": 3, "save_steps": 1, "eval_steps": 2, "logging_steps": 1}
