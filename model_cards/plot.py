@@ -17,6 +17,7 @@ def attention_bias(
     sources: Sequence[str],
     targets: Sequence[str],
     *,
+    source_prefix: Sequence[int] = (),
     batch_size: int = 32,
 ) -> dict[str, torch.Tensor]:
     """What queries give to an offset on average, before they see any key: the mean of q . a^K_r / sqrt(d), the second
@@ -25,6 +26,7 @@ def attention_bias(
     Args:
         model: A RelPos model with a table for keys.
         sources, targets: Sentences and their translations, which the decoder reads as in training.
+        source_prefix: Tokens in front of every source, such as the tag of a target language.
 
     Returns:
         For "encoder" and "decoder" a tensor [layers, heads, 2k + 1], each head's mean over the offsets taken off, since
@@ -43,18 +45,16 @@ def attention_bias(
         for mean in means.values():
             hooks.callback(mean.hook.remove)
         for start in range(0, len(sources), batch_size):
-            batch = tokenizer(
-                list(sources[start : start + batch_size]),
-                text_target=list(targets[start : start + batch_size]),
-                padding=True,
-                return_tensors="pt",
-            ).to(model.device)
-            labels = batch.pop("labels")
+            rows = slice(start, start + batch_size)
+            source_ids = [[*source_prefix, *ids] for ids in tokenizer(list(sources[rows]))["input_ids"]]
+            target_ids = tokenizer(text_target=list(targets[rows]))["input_ids"]
+            batch = tokenizer.pad({"input_ids": source_ids}, return_tensors="pt").to(model.device)
+            labels = tokenizer.pad({"input_ids": target_ids}, return_tensors="pt").to(model.device)["input_ids"]
             real = {"encoder": batch["attention_mask"].bool(), "decoder": labels != tokenizer.pad_token_id}
             for (side, _), mean in means.items():
                 mean.real = real[side]
             decoder_input_ids = model.prepare_decoder_input_ids_from_labels(labels)
-            model(**{k: batch[k] for k in ("input_ids", "attention_mask")}, decoder_input_ids=decoder_input_ids)
+            model(**batch, decoder_input_ids=decoder_input_ids)
     bias = {
         side: torch.stack([mean.bias() for (own, _), mean in means.items() if own == side])
         for side in ("encoder", "decoder")
@@ -87,12 +87,13 @@ def _layers(model: PreTrainedModel) -> dict[tuple[str, int], torch.nn.Module]:
     return {(side, index): layer for side, layers in stacks.items() for index, layer in enumerate(layers)}
 
 
-def plot_attention_bias(bias: dict[str, torch.Tensor], path: str | Path) -> Path:
+def plot_attention_bias(bias: dict[str, torch.Tensor], path: str | Path, *, title: str | None = None) -> Path:
     """Draw `attention_bias`'s answer: a row of cells for each head, a column for each offset, the encoder's layers on
     the left and the decoder's on the right.
 
     Args:
         path: The picture to write, .png, .svg or .pdf.
+        title: What stands above.
 
     Raises:
         PlotError: The suffix is none of these, or matplotlib is not installed.
@@ -103,6 +104,8 @@ def plot_attention_bias(bias: dict[str, torch.Tensor], path: str | Path) -> Path
     heads = max(values.shape[1] for values in bias.values())
     k = bias["encoder"].shape[-1] // 2
     figure = new_figure(height=0.9 + layers * (0.45 + 0.16 * max(heads, 4)))
+    if title:
+        figure.suptitle(title, fontsize=10)
     # the decoder never looks ahead
     axes = figure.subplots(layers, 2, squeeze=False, gridspec_kw={"width_ratios": [2 * k + 1, k + 1]})
     drawn = torch.cat([values[..., : k + 1].flatten() for values in bias.values()] + [bias["encoder"].flatten()])

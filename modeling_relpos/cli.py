@@ -41,14 +41,17 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
 CorpusOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Held-out text: TSV or JSON lines (also .gz), a dataset, or the two files of a parallel corpus, each with "
-        "--corpus.",
+        help="Held-out text, as `relpos train` takes it: TSV, JSON lines or TMX (also .gz), a dataset, or the two files of "
+        "a parallel corpus, each with --corpus. en-fr=NAME says its languages, too.",
         show_default="the bundled corpus",
     ),
 ]
 Split = Annotated[str, typer.Option(help="Part of the bundled corpus or of a dataset.")]
 CorpusLanguages = Annotated[
-    str | None, typer.Option(help="Source and target language of the corpus, as en,de.", show_default="the model's")
+    str | None,
+    typer.Option(
+        help="Source and target language of the corpus, as en,de.", show_default="what --corpus says, or the model"
+    ),
 ]
 
 
@@ -109,14 +112,13 @@ def evaluate(
     """Score models on held-out text: BLEU, chrF and TER with signatures and confidence intervals, and BLEU by the length
     of the source; test whether further models differ from the first."""
     from relpos.model_cards import figures
-    from relpos.training import evaluation, loading, significance
+    from relpos.training import evaluation, significance
 
     beam_sizes = evaluation.parse_beams(beams)
     if plot:
         figures.check_picture(plot)
     evaluation.check_request(models, json=json, tokenized=tokenized, card=card)
-    configs = [loading.load_config(model) for model in models]
-    pair = evaluation.parse_languages(languages, configs[0])
+    pair = evaluation.choose_languages(models, corpus=corpus, languages=languages)
     sources, references, name = evaluation.read_held_out(corpus, split=split, languages=pair)
     with _progress("translating", len(sources) * len(beam_sizes) * len(models), shown=True) as on_progress:
         translated = evaluation.translate_by_models(
@@ -211,7 +213,7 @@ def score(
     the mean per token. Logarithms are natural, and `</s>` is a token."""
     from relpos.training import evaluation, line_files, loading, scoring
 
-    pair = evaluation.parse_languages(languages, loading.load_config(model))
+    pair = evaluation.choose_languages([model], corpus=corpus, languages=languages)
     corpus_rows, _ = evaluation.open_held_out(corpus, split=split, languages=pair)
     with line_files.open_output(output, warn=_say) as target:
         loaded = loading.load_model(model)

@@ -11,12 +11,14 @@ from typing import Any
 
 import datasets
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from relpos.model_cards.card import write_card
 from relpos.model_cards.figures import line_style, new_figure, save_figure
+from relpos.pipeline_relpos import language_tags
 
-from .corpus import BUNDLED_LANGUAGES, bundled_splits, read_corpus
-from .loading import LoadedModel, check_folder, into_language, load_config, load_model
+from .corpus import BUNDLED_LANGUAGES, bundled_splits, parse_corpora, read_corpus
+from .loading import LoadedModel, ModelError, check_folder, into_language, load_config, load_model
 from .metric import BLEU, CHRF, TER
 from .tokenized import check_installed, split_for_bleu
 from .translation import Translation, translate_sentences
@@ -33,15 +35,20 @@ class EvaluationError(ValueError):
 def open_held_out(
     corpus: Sequence[str] | None, *, split: str, languages: tuple[str, str]
 ) -> tuple[datasets.Dataset, str]:
-    """The pairs and the name of a corpus, read as training reads it; None is the bundled corpus.
+    """The pairs and the name of a corpus, named and read as in training; None is the bundled corpus.
 
     Raises:
         CorpusError: the corpus cannot be read.
-        EvaluationError: the bundled corpus has no such split or no such language.
+        EvaluationError: there are several corpora, or the bundled one has no such split or no such language.
     """
     if corpus:
-        pairs = read_corpus(corpus[0] if len(corpus) == 1 else corpus, languages=languages, split=split)
-        return pairs, " and ".join(corpus)
+        named = parse_corpora(corpus, languages=languages)
+        if len(named) > 1:
+            raise EvaluationError(
+                f"corpus is {' and '.join(corpus)}, which is not one corpus; name one, or two files of plain text that "
+                "exist, source first."
+            )
+        return read_corpus(named[0][1], languages=languages, split=split), " and ".join(corpus)
     if set(languages) != set(BUNDLED_LANGUAGES):
         raise EvaluationError(
             f"languages is {','.join(languages)}, which the bundled corpus has not; name a corpus of your own."
@@ -358,11 +365,69 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     os.replace(partial, file)
 
 
+def choose_languages(
+    models: Sequence[str], *, corpus: Sequence[str] | None, languages: str | None, any_target: bool = False
+) -> tuple[str, str]:
+    """Source and target language of a corpus: those given, else those in its name, else those of the first model.
+
+    Args:
+        models: saved folders, or models on the Hub.
+        corpus: as for `open_held_out`; in `en-fr=corpus.tsv` the name has languages.
+        languages: such as "en,fr".
+        any_target: where nothing says it, take the first target language of a model that has several.
+
+    Raises:
+        ModelError: a model cannot be opened, or has several target languages but not this one.
+        EvaluationError: nothing says the languages, or two things say different ones.
+    """
+    config = load_config(models[0])
+    known = {model: known_targets(model) for model in models}
+    given = parse_languages(languages, config) if languages is not None else None
+    named = _languages_in_name(corpus) if corpus else None
+    if given and named and given != named:
+        raise EvaluationError(
+            f"languages is {languages}, but corpus is {corpus[0]}; say the same with both, or one alone."
+        )
+    pair = given or named
+    targets = known[models[0]]
+    if not pair and len(targets) > 1:
+        source = getattr(config, "source_language", None)
+        if not (any_target and source):
+            raise EvaluationError(
+                f"The model {models[0]} must be told which language to translate into, such as by --languages "
+                f"{source or 'SOURCE'},{targets[0]}; it knows {', '.join(targets)}."
+            )
+        pair = source, targets[0]
+    pair = pair or parse_languages(None, config)
+    for model, targets in known.items():
+        if targets and pair[1] not in targets:
+            raise ModelError(f"The model {model} does not translate into {pair[1]}; it knows {', '.join(targets)}.")
+    return pair
+
+
+def known_targets(model: str) -> list[str]:
+    """The target languages that a model has to choose from, as `LoadedModel.languages`, without loading its weights."""
+    load_config(model)
+    try:
+        return list(language_tags(AutoTokenizer.from_pretrained(model)))
+    except Exception:  # there are many kinds of damage; opening the whole model says in one sentence what it is
+        return load_model(model).languages
+
+
+def _languages_in_name(corpus: Sequence[str]) -> tuple[str, str] | None:
+    unsaid = ("source", "target")
+    (languages, _), *_ = parse_corpora(corpus, languages=unsaid)
+    return None if languages == unsaid else languages
+
+
 def parse_languages(text: str | None, config: Any) -> tuple[str, str]:
     """Source and target language from "en,de", else those that training wrote into the model's configuration, else
-    the bundled corpus's; raises EvaluationError for any other text."""
+    the bundled corpus's; raises EvaluationError for any other text, or where the model has several on a side."""
     if text is None:
         saved = getattr(config, "source_language", None), getattr(config, "target_language", None)
+        if any(saved) and not all(saved):
+            example = ",".join(language or side for language, side in zip(saved, ("SOURCE", "TARGET")))
+            raise EvaluationError(f"The model has several languages on one side; say which, as --languages {example}.")
         return saved if all(saved) else BUNDLED_LANGUAGES
     languages = tuple(part.strip() for part in text.split(","))
     if len(languages) != 2 or not all(languages) or languages[0] == languages[1]:

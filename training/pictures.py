@@ -7,8 +7,8 @@ from relpos.model_cards.figures import PlotError, check_picture
 from relpos.model_cards.plot import attention_bias, plot_attention_bias
 
 from .curves import newest_model, plot_history, read_history
-from .evaluation import open_held_out, parse_languages
-from .loading import load_config, load_model
+from .evaluation import choose_languages, open_held_out
+from .loading import into_language, load_config, load_model
 
 CURVES = "curves.png"
 POSITIONS = "positions.png"
@@ -31,7 +31,8 @@ def draw(
     Args:
         run: folder of a training or of a saved model, or a model on the Hub as `user/name`.
         output: folder to write to; by default the run's, or the current one for a model on the Hub.
-        corpus, split, languages: the text whose queries are averaged, as for `open_held_out` and `parse_languages`.
+        corpus, split, languages: the text whose queries are averaged, as for `open_held_out` and `choose_languages`. A
+            model of several target languages reads it for this one, by default its first, and the picture says which.
 
     Yields:
         The pictures, once each is written.
@@ -54,10 +55,12 @@ def draw(
     if history:
         yield plot_history(history, folder / CURVES, title=Path(run).resolve().name)
     if has_table:
-        pair = parse_languages(languages, config)
+        pair = choose_languages([str(model)], corpus=corpus, languages=languages, any_target=True)
         rows, _ = open_held_out(corpus, split=split, languages=pair)
         rows = rows.select(range(0, len(rows), -(-len(rows) // SENTENCES)))["translation"][:]
         loaded = load_model(str(model))
+        title = f"sources for {pair[1]}" if loaded.languages else None
+        loaded = into_language(loaded, pair[1] if loaded.languages else None)
         sources, targets = ([row[language] for row in rows] for language in pair)
-        bias = attention_bias(loaded.model, loaded.tokenizer, sources, targets)
-        yield plot_attention_bias(bias, folder / POSITIONS)
+        bias = attention_bias(loaded.model, loaded.tokenizer, sources, targets, source_prefix=loaded.source_prefix)
+        yield plot_attention_bias(bias, folder / POSITIONS, title=title)

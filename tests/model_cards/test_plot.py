@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 
 from relpos import RelPosForConditionalGeneration
 from relpos.configuration import preset
+from relpos.model_cards import plot
 from relpos.model_cards.plot import PlotError, attention_bias, plot_attention_bias
 
 
@@ -36,12 +37,27 @@ def test_the_decoder_has_no_offsets_ahead_and_no_hook_stays(model_and_tokenizer)
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_picture_is_drawn_whole(model_and_tokenizer, tmp_path):
+def test_a_prefix_is_read_before_every_source(model_and_tokenizer):
+    _, tokenizer = model_and_tokenizer
+    targets = ["Ja", "Speichern Sie die Datei."]
+    expected = attention_bias(*model_and_tokenizer, ["Save the file.", "Save the selected row"], targets)
+    prefix = tokenizer("Save")["input_ids"][:-1]
+    found = attention_bias(*model_and_tokenizer, [" the file.", " the selected row"], targets, source_prefix=prefix)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_a_picture_is_drawn_whole(model_and_tokenizer, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    titles, save = [], plot.save_figure
+    monkeypatch.setattr(
+        plot, "save_figure", lambda figure, path: titles.append(figure.get_suptitle()) or save(figure, path)
+    )
     bias = attention_bias(*model_and_tokenizer, ["Yes"], ["Ja"])
-    path = plot_attention_bias(bias, tmp_path / "positions.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert [file.name for file in tmp_path.iterdir()] == ["positions.png"]
+    for title in (None, "sources for de"):
+        path = plot_attention_bias(bias, tmp_path / "positions.png", title=title)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert [file.name for file in tmp_path.iterdir()] == ["positions.png"]
+    assert titles == ["", "sources for de"]
 
 
 def test_what_cannot_be_drawn_is_said(model_and_tokenizer, tmp_path):

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import sacrebleu
@@ -181,6 +182,23 @@ def test_corpus_of_either_direction(tmp_path):
         evaluation.read_held_out([str(tmp_path / "none.tsv")], split="test", languages=("en", "de"))
 
 
+def test_a_corpus_may_say_its_languages_and_is_only_one(learned_model, tmp_path):
+    file = tmp_path / "corpus.tsv"
+    file.write_text("Yes\tOui\n")
+    named = [f"en-fr={file}"]
+    assert evaluation.choose_languages([str(learned_model)], corpus=named, languages=None) == ("en", "fr")
+    assert evaluation.read_held_out(named, split="test", languages=("en", "fr")) == (["Yes"], ["Oui"], named[0])
+    with pytest.raises(EvaluationError, match="is not one corpus"):  # and not lines of plain text, with tabs in them
+        evaluation.read_held_out([str(file)] * 2, split="test", languages=("en", "fr"))
+
+
+def test_a_damaged_tokenizer_is_said_in_a_sentence(learned_model, tmp_path):
+    folder = shutil.copytree(learned_model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be opened"):
+        evaluation.choose_languages([str(folder)], corpus=None, languages=None)
+
+
 def test_bundled_corpus_is_held_out_by_default():
     english, german, name = evaluation.read_held_out(None, split="test", languages=("en", "de"))
     assert len(english) == len(german) == 1000
@@ -207,6 +225,8 @@ def test_languages(loaded):
     assert evaluation.parse_languages(None, loaded.model.config) == ("en", "de")
     assert evaluation.parse_languages("fr, it", loaded.model.config) == ("fr", "it")
     assert evaluation.parse_languages(None, object()) == ("en", "de")
+    with pytest.raises(EvaluationError, match="several languages on one side; say which, as --languages SOURCE,de"):
+        evaluation.parse_languages(None, SimpleNamespace(source_language=None, target_language="de"))
     for text in ("en", "en,en", "en,", "a,b,c"):
         with pytest.raises(EvaluationError, match="must be two different languages"):
             evaluation.parse_languages(text, loaded.model.config)

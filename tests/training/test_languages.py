@@ -5,10 +5,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer, pipeline
 
 from relpos import cli
+from relpos.model_cards.plot import attention_bias
 from relpos.pipeline_relpos import language_tags
+from relpos.training import pictures
+from relpos.training.evaluation import EvaluationError, choose_languages
 from relpos.training.loading import ModelError, into_language, load_model
 from relpos.training.preparation import make_tokenizer, read_corpora, tokenize_corpora
 from relpos.training.recipe import DataArguments, ModelArguments, RecipeError
@@ -91,16 +95,26 @@ def test_a_language_must_be_named_and_known(trained):
         pipeline("translation_en_to_es", model=str(trained))
 
 
-def test_the_command_line_asks_for_the_language(trained, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def relpos_command(monkeypatch):
+    """A function that runs `relpos` in this process; the exit code."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["relpos", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        return exited.value.code
+
+    return call
+
+
+def test_the_command_line_asks_for_the_language(trained, tmp_path, relpos_command, capsys):
     sentences = sorted(SENTENCES)
     (tmp_path / "in.txt").write_text("".join(f"{sentence[0]}\n" for sentence in sentences))
 
     def translate(*options):
         files = ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt"]
-        monkeypatch.setattr(sys, "argv", ["relpos", "translate", *map(str, (trained, *files, "--beams", 1, *options))])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
-        return exited.value.code
+        return relpos_command("translate", trained, *files, "--beams", 1, *options)
 
     for options in ((), ("--to", "es")):
         assert translate(*options) == 2
@@ -109,6 +123,69 @@ def test_the_command_line_asks_for_the_language(trained, tmp_path, monkeypatch, 
     assert translate("--to", "fr") == 0
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()
     assert np.mean([line == sentence[2] for line, sentence in zip(lines, sentences, strict=True)]) > 0.8
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "score"])
+def test_what_scores_asks_for_the_language_of_the_references(trained, corpora, relpos_command, capsys, verb):
+    file = corpora["fr"].partition("=")[2]
+    for options, sentence in (
+        ([], "--languages en,de; it knows de, fr"),
+        (["--corpus", file], "must be told which language to translate into, such as by --languages en,de; it knows"),
+        (["--corpus", file, "--languages", "en,es"], "does not translate into es; it knows de, fr"),
+        (["--corpus", corpora["nl"]], "does not translate into nl; it knows de, fr"),
+        (["--corpus", corpora["fr"], "--languages", "en,de"], f"languages is en,de, but corpus is {corpora['fr']}"),
+        (["--corpus", corpora["de"], "--corpus", corpora["fr"]], "which is not one corpus"),
+    ):
+        assert relpos_command(verb, trained, *options) == 2
+        shown = capsys.readouterr()
+        assert sentence in shown.err
+        assert len(shown.err.splitlines()) == 1
+        assert shown.out == ""
+
+
+@pytest.mark.parametrize("language", ["de", "fr"])
+def test_what_scores_puts_the_language_before_the_sources(trained, corpora, tmp_path, relpos_command, language):
+    json_file, text_file = tmp_path / "scores.json", tmp_path / "scores.tsv"
+    file = corpora[language].partition("=")[2]
+    for named in (["--corpus", corpora[language]], ["--corpus", file, "--languages", f"en,{language}"]):
+        assert relpos_command("evaluate", trained, *named, "--beams", 1, "--json", json_file) == 0
+        written = json.loads(json_file.read_text())
+        assert written["languages"] == ["en", language]
+        assert written["results"][0]["scores"][0]["score"] > 70
+        assert relpos_command("score", trained, *named, "--output", text_file) == 0
+        per_token = [float(line.split("\t")[1]) for line in text_file.read_text().splitlines()]
+        assert np.mean(per_token) > -0.6
+
+
+def test_languages_of_models_that_differ(trained, learned_model):
+    both, german = str(trained), str(learned_model)
+    choose = lambda models, languages=None: choose_languages(models, corpus=None, languages=languages)
+    assert choose([german, both]) == ("en", "de")
+    assert choose([both, german], "en,fr") == ("en", "fr")
+    with pytest.raises(EvaluationError, match="must be told"):
+        choose([both, german])
+    with pytest.raises(ModelError, match=f"{both} does not translate into it; it knows de, fr"):
+        choose([german, both], "en,it")
+
+
+@pytest.mark.parametrize("language", [None, "fr"])
+def test_the_picture_is_of_one_language_and_says_which(trained, corpora, tmp_path, monkeypatch, language):
+    pytest.importorskip("matplotlib")
+    drawn = {}
+    monkeypatch.setattr(pictures, "read_history", lambda run: [])
+    monkeypatch.setattr(
+        pictures, "plot_attention_bias", lambda bias, path, *, title: drawn.update(bias=bias, title=title)
+    )
+    file = corpora[language or "de"].partition("=")[2]
+    list(pictures.draw(str(trained), tmp_path, corpus=[file], languages=language and f"en,{language}"))
+    shown, side = language or "de", 2 if language else 1
+    loaded = into_language(load_model(str(trained)), shown)
+    sources, targets = zip(*sorted((sentence[0], sentence[side]) for sentence in SENTENCES))
+    expected = attention_bias(
+        loaded.model, loaded.tokenizer, sources, targets, source_prefix=[language_tags(loaded.tokenizer)[shown]]
+    )
+    assert drawn["title"] == f"sources for {shown}"
+    torch.testing.assert_close(drawn["bias"], expected, equal_nan=True)
 
 
 def test_a_model_of_one_language_takes_its_own_alone(learned_model):
