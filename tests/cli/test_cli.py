@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import resource
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from relpos import cli
-from relpos.training import loading
+from relpos.training import evaluation, loading, pictures
 
 RELPOS = Path(sysconfig.get_path("scripts")) / "relpos"
 
@@ -265,19 +266,50 @@ def test_mistakes_end_with_one_sentence(monkeypatch, capsys, arguments, sentence
     assert len(shown.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("verb", ["evaluate", "score", "plot"])
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [("", "is empty"), ("Yes\tJa\nno tab\n", "line 2"), (None, "There is no file")],
 )
-def test_corpora_that_cannot_be_scored(monkeypatch, capsys, learned_model, tmp_path, content, sentence):
+def test_corpora_that_cannot_be_scored(monkeypatch, capsys, learned_model, tmp_path, verb, content, sentence):
     corpus = tmp_path / "corpus.tsv"
     if content is not None:
         corpus.write_text(content)
-    monkeypatch.setattr(loading, "load_model", lambda name: pytest.fail("the model was loaded"))
-    assert call(monkeypatch, "evaluate", learned_model, "--corpus", corpus) == 2
+    for module in (loading, evaluation, pictures):
+        monkeypatch.setattr(module, "load_model", lambda name: pytest.fail("the model was loaded"))
+    assert call(monkeypatch, verb, learned_model, "--corpus", corpus) == 2
     shown = capsys.readouterr().err
     assert sentence in shown
     assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "score", "translate", "plot"])
+def test_a_folder_that_is_no_model(monkeypatch, capsys, tmp_path, verb):
+    options = ["--input", os.devnull] if verb == "translate" else []
+    assert call(monkeypatch, verb, tmp_path, *options) == 2
+    shown = capsys.readouterr().err
+    assert "is not a saved model" in shown or "no model with relative positions" in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "score", "plot"])
+def test_help_names_every_kind_of_corpus(monkeypatch, capsys, verb):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert call(monkeypatch, verb, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(kind in shown for kind in ("TSV", "JSON lines", "TMX", "dataset", "two files", "en-fr=NAME"))
+
+
+def test_the_readme_says_what_lists_the_fields_of_a_recipe():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`((?:relpos|python) [^`]*--help)`", readme)
+    assert commands
+    for command in commands:
+        program, *arguments = command.split()
+        program = sys.executable if program == "python" else RELPOS
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0
+        assert all(field in done.stdout for field in ("--learning_rate", "--train_corpus", "--vocab_size")), command
 
 
 def test_sides_of_unequal_length(monkeypatch, capsys, learned_model, tmp_path):
