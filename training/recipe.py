@@ -76,7 +76,7 @@ class DataArguments:
         default_factory=lambda: [BUNDLED],
         metadata={
             "help": "Training corpora, each a path or name, or SOURCE-TARGET=NAME for another pair of languages; or the "
-            "two plain files of one."
+            "two plain or SGM files of one."
         },
     )
     validation_corpus: list[str] | None = field(
