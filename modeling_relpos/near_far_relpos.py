@@ -17,6 +17,7 @@ computed again. Nothing of size n x n is stored.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .skewed_relpos import Buffers, Window, empty_like_projections, of_heads, split_table
+from .skewed_relpos import Buffers, TableGradients, Tables, Window, empty_like_projections, of_heads, sum_to
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -78,15 +79,15 @@ def near_far_attention(
 def _without_padding(query, key, value, scaling, max_relative_position, key_table, value_table, is_causal):
     if query.numel() == 0:
         return query.clone()  # of the same shape, and with a gradient
-    dtype = torch.promote_types(query.dtype, torch.float32)
     reach = min(max_relative_position, query.shape[2] - 1)
-    _, key_steps = split_table(key_table, reach, is_causal, dtype)
-    farthest, value_steps = split_table(value_table, reach, is_causal, dtype)
     if reach == 0:  # one row for all pairs
         output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling)
-        return output if farthest is None else (output + farthest).to(query.dtype)
+        if value_table is None:
+            return output
+        middle = value_table.shape[-2] // 2
+        return (output + value_table[..., middle : middle + 1, :]).to(query.dtype)
     states = (_for_kernel(tensor) for tensor in (query, key, value))
-    return _NearFarAttention.apply(*states, key_steps, farthest, value_steps, scaling, reach, is_causal)
+    return _NearFarAttention.apply(*states, key_table, value_table, scaling, reach, is_causal)
 
 
 def _for_kernel(states: torch.Tensor) -> torch.Tensor:
@@ -104,6 +105,8 @@ class Groups(NamedTuple):
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
         """A view of [heads, n, ...] as [heads, groups, tokens, ...]."""
+        if self.count == 1:
+            return states[:, self.start : self.start + self.size][:, None]
         return states[:, self.start :].unfold(1, self.size, self.step)[:, : self.count].movedim(-1, 2)
 
 
@@ -115,17 +118,19 @@ class Part(NamedTuple):
     ahead: bool
 
 
-def far_parts(n: int, tile: int, reach: int, is_causal: bool) -> Iterator[Part]:
+@lru_cache
+def far_parts(n: int, tile: int, reach: int, is_causal: bool) -> list[Part]:
     """All pairs of n tokens that are in no tile's window, each in one part."""
-    around, size = reach - 1, tile
+    around, size, parts = reach - 1, tile, []
     while size < n:
         middles = range(size, n, 2 * size)
         behind = [((m, min(m + size, n)), (max(0, m - size - around), m - around)) for m in middles]
         ahead = [((m - size, m), (m + around, min(m + around + size, n))) for m in middles if m + around < n]
-        yield from _grouped(behind, step=2 * size, ahead=False)
+        parts += _grouped(behind, step=2 * size, ahead=False)
         if not is_causal:
-            yield from _grouped(ahead, step=2 * size, ahead=True)
+            parts += _grouped(ahead, step=2 * size, ahead=True)
         size *= 2
+    return parts
 
 
 def _grouped(pairs: list[tuple[tuple[int, int], tuple[int, int]]], step: int, ahead: bool) -> Iterator[Part]:
@@ -152,12 +157,15 @@ def _tile_size(n: int, reach: int) -> int:
     return -(-n // max(1, n // wanted))
 
 
-def tiles(n: int, size: int, reach: int, is_causal: bool) -> Iterator[Tile]:
+@lru_cache
+def tiles(n: int, size: int, reach: int, is_causal: bool) -> list[Tile]:
     """All queries of a sequence."""
+    found = []
     for start in range(0, n, size):
         stop = min(start + size, n)
         last = stop if is_causal else min(stop + reach - 1, n)
-        yield Tile(slice(start, stop), slice(max(0, start - reach + 1), last))
+        found.append(Tile(slice(start, stop), slice(max(0, start - reach + 1), last)))
+    return found
 
 
 def _pieces(query: torch.Tensor, buffers: Buffers) -> Iterator[tuple[int, slice]]:
@@ -173,43 +181,48 @@ def _buffers(query: torch.Tensor, numbers: int, reach: int, is_causal: bool) -> 
     """For the tiles of some heads of [batch, heads, n, dim], which have no more than `numbers` together, or of one head."""
     _, heads, n, dim = query.shape
     tile, around = _tile_size(n, reach), reach - 1
-    keys = tile + around * (1 if is_causal else 2)
     like = query.new_empty(0, dim, dtype=torch.promote_types(query.dtype, torch.float32))
-    of_a_head = tile * (2 * keys + 2 * (tile + keys)) * like.element_size()  # twice as scores, twice by offset
-    together = max(1, min(heads, numbers // (n * dim), BUFFER_BYTES // of_a_head))
-    return Buffers(like, Window(together, tile, keys, around), reach, is_causal)
+    window = Window(1, tile, tile + around * (1 if is_causal else 2), around)
+    together = max(1, min(heads, numbers // (n * dim), BUFFER_BYTES // (window.numbers(dim) * like.element_size())))
+    return Buffers.kept(like, window._replace(blocks=together), reach, is_causal)
 
 
-def _step_ahead(states: torch.Tensor, steps: torch.Tensor | None, is_causal: bool) -> torch.Tensor:
+def _step_ahead(steps: torch.Tensor | None, heads: slice, is_causal: bool) -> torch.Tensor | None:
+    """The step to the farthest offset ahead, [heads or 1, 1, dim]; None where there is nothing ahead, or no table."""
+    return None if steps is None or is_causal else of_heads(steps, heads)[:, -1:]
+
+
+def _moved(states: torch.Tensor, step: torch.Tensor | None, factor: float = 1.0) -> torch.Tensor:
     """[heads, n, dim] keys or values as queries far behind them see them."""
-    return states if steps is None or is_causal else (states + steps[:, -1:]).to(states.dtype)
+    return states if step is None else torch.add(states, step, alpha=factor).to(states.dtype)
 
 
 class _NearFarAttention(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
-    def forward(ctx, query, key, value, key_steps, farthest, value_steps, scaling, reach, is_causal):
+    def forward(ctx, query, key, value, key_table, value_table, scaling, reach, is_causal):
         n = query.shape[2]
         buffers = _buffers(query, CHUNK, reach, is_causal)
-        tile = buffers.largest.queries
-        output = empty_like_projections(query)
-        logsumexps, near_logsumexps = (buffers.scores.new_empty(query.shape[:3]) for _ in range(2))
+        tile, dtype = buffers.largest.queries, buffers.dtype
+        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, dtype)
+        output, all_steps = empty_like_projections(query), tables.steps()
+        logsumexps, near_logsumexps = (query.new_empty(query.shape[:3], dtype=dtype) for _ in range(2))
         for sequence, heads in _pieces(query, buffers):
             q, k, v = query[sequence, heads], key[sequence, heads], value[sequence, heads]
-            k_steps, v_steps, first = (of_heads(tables, heads) for tables in (key_steps, value_steps, farthest))
-            out, lse = output[sequence, heads].to(logsumexps.dtype), logsumexps[sequence, heads]
-            for near in tiles(n, tile, reach, is_causal):
-                _near(near, buffers, q, k, v, k_steps, v_steps, scaling, out, lse)
-            near_logsumexps[sequence, heads] = lse
-            k_ahead, v_ahead = (None if steps is None else steps[:, -1:] for steps in (k_steps, v_steps))
-            shift = None if k_ahead is None or is_causal else (q.to(lse.dtype) @ k_ahead.mT)[..., 0] * scaling
+            out, lse = output[sequence, heads].to(dtype), near_logsumexps[sequence, heads]
+            shift = None if key_table is None or is_causal else torch.empty_like(lse)
+            _near(
+                tiles(n, tile, reach, is_causal), buffers, q, k, v, all_steps.of_heads(heads), scaling, out, lse, shift
+            )
+            lse = logsumexps[sequence, heads].copy_(lse)
+            v_ahead = _step_ahead(tables.value_steps, heads, is_causal)
             for part in far_parts(n, tile, reach, is_causal):
                 _far(part, q, k, v, scaling, out, lse, *((shift, v_ahead) if part.ahead else (None, None)))
-            if first is not None:
-                out += first
-            if query.dtype != out.dtype:  # else `out` is a view, and it is there already
+            if value_table is not None:
+                out += of_heads(tables.farthest, heads)
+            if query.dtype != dtype:  # else `out` is a view, and it is there already
                 output[sequence, heads] = out
-        ctx.save_for_backward(query, key, value, key_steps, farthest, value_steps, output, logsumexps, near_logsumexps)
+        ctx.save_for_backward(query, key, value, key_table, value_table, output, logsumexps, near_logsumexps)
         ctx.constants = scaling, reach, is_causal
         return output
 
@@ -217,59 +230,74 @@ class _NearFarAttention(torch.autograd.Function):
     @once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, grad):
-        query, key, value, key_steps, farthest, value_steps, output, logsumexps, near_logsumexps = ctx.saved_tensors
+        query, key, value, key_table, value_table, output, logsumexps, near_logsumexps = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants
         n = query.shape[2]
         buffers = _buffers(query, CHUNK // 2, reach, is_causal)
-        tile = buffers.largest.queries
+        tile, dtype = buffers.largest.queries, buffers.dtype
+        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, dtype)
+        d_tables = TableGradients(key_table, value_table, reach, is_causal, scaling, dtype)
+        all_steps, all_d_steps = tables.steps(), d_tables.parts.steps()
         grad = _for_kernel(grad)
         d_states = [empty_like_projections(query).zero_() for _ in range(3)]
-        d_tables = [None if t is None else torch.zeros_like(t) for t in (key_steps, farthest, value_steps)]
         for sequence, heads in _pieces(query, buffers):
             q, k, v, g, out, lse = (t[sequence, heads] for t in (query, key, value, grad, output, logsumexps))
-            k_steps, first, v_steps = (of_heads(tables, heads) for tables in (key_steps, farthest, value_steps))
-            d_k_steps, d_first, d_v_steps = (of_heads(tables, heads) for tables in d_tables)
-            if first is not None:
-                out = (out - first).to(q.dtype)
-                d_first += _sum_to(d_first, g)
-            own = (out * g).sum(-1, keepdim=True, dtype=lse.dtype)
+            if value_table is not None:
+                out = (out - of_heads(tables.farthest, heads)).to(q.dtype)
+                d_farthest = of_heads(d_tables.parts.farthest, heads)
+                d_farthest += sum_to(d_farthest, g)
+            own = (out * g).sum(-1, keepdim=True, dtype=dtype)
             share = (near_logsumexps[sequence, heads] - lse).exp()[..., None]
-            dq, dk, dv = (total[sequence, heads].to(lse.dtype) for total in d_states)
-            steps = k_steps, v_steps, d_k_steps, d_v_steps
+            dq, dk, dv = (total[sequence, heads].to(dtype) for total in d_states)
+            steps, d_steps = all_steps.of_heads(heads), all_d_steps.of_heads(heads)
             for near in tiles(n, tile, reach, is_causal):
-                _near_backward(near, buffers, q, k, v, g, own, share, *steps, scaling, dq, dk, dv)
-            k_ahead, v_ahead = _step_ahead(k, k_steps, is_causal), _step_ahead(v, v_steps, is_causal)
+                _near_backward(near, buffers, q, k, v, g, own, share, steps, d_steps, scaling, dq, dk, dv)
+            k_ahead, v_ahead, d_k_ahead, d_v_ahead = (
+                _step_ahead(steps, heads, is_causal) for steps in (*tables[1:], *d_tables.parts[1:])
+            )
+            states_ahead = _moved(k, k_ahead, 1 / scaling), _moved(v, v_ahead)
             for part in far_parts(n, tile, reach, is_causal):
-                keys, values = (k_ahead, v_ahead) if part.ahead else (k, v)
+                keys, values = states_ahead if part.ahead else (k, v)
                 part_dk, part_dv = _far_backward(part, g, q, keys, values, out, lse, scaling, dq, dk, dv)
                 if part.ahead:
-                    for d_steps, d_keys in ((d_k_steps, part_dk), (d_v_steps, part_dv)):
-                        if d_steps is not None:
-                            d_steps[:, -1:] += _sum_to(d_steps, d_keys.flatten(1, 2))
-            if query.dtype != lse.dtype:  # else they are views, and it is there already
+                    _add_sum(part_dk, d_k_ahead, 1 / scaling)
+                    _add_sum(part_dv, d_v_ahead)
+            if query.dtype != dtype:  # else they are views, and it is there already
                 for total, piece in zip(d_states, (dq, dk, dv)):
                     total[sequence, heads] = piece
-        return *d_states, *d_tables, *(None,) * 3
+        return *d_states, *d_tables.finish(), *(None,) * 3
 
 
-def _near(tile, buffers, q, k, v, k_steps, v_steps, scaling, out, lse) -> None:
-    """Set a tile's queries of `out`, [heads, n, dim], and `lse`, [heads, n], to the attention to its window alone."""
-    views = buffers.of(tile.window(len(q)))
-    q, k, v = (t[:, at].to(out.dtype) for t, at in ((q, tile.queries), (k, tile.keys), (v, tile.keys)))
-    scores = views.scores(q, k, k_steps, scaling)
-    weights = scores.softmax(-1)
+def _near(tiles, buffers, q, k, v, steps, scaling, out, lse, shift) -> None:
+    """Attention of all queries to the windows of their tiles alone.
+
+    Args:
+        out, lse: Set to output and log-sum-exp, [heads, n, dim] and [heads, n].
+        shift: [heads, n], set to what the last step of the keys adds to all scores of a query; None where not wanted.
+    """
+    largest = torch.empty_like(lse)
+    for tile in tiles:
+        views = buffers.of(tile.window(len(q)))
+        views.q.copy_(q[:, tile.queries])
+        scores = views.scores(k[:, tile.keys].to(out.dtype), steps.keys, scaling)
+        if shift is not None:
+            shift[:, tile.queries] = views.placing.last.view(len(q), -1)
+        lse[:, tile.queries] = scores.amax(-1)
+        weights = torch.softmax(scores, -1, out=views.weights)
+        largest[:, tile.queries] = weights.amax(-1)
+        out[:, tile.queries] = views.summed(weights, v[:, tile.keys].to(out.dtype), steps.values)
     # a weight is exp(score - log-sum-exp), the largest one of the largest score; torch.logsumexp takes four times as long
-    lse[:, tile.queries] = scores.amax(-1) - weights.amax(-1).log()
-    out[:, tile.queries] = views.summed(weights, v, v_steps)
+    lse -= largest.log_()
 
 
-def _near_backward(tile, buffers, q, k, v, g, own, share, k_steps, v_steps, d_k_steps, d_v_steps, scaling, dq, dk, dv):
+def _near_backward(tile, buffers, q, k, v, g, own, share, steps, d_steps, scaling, dq, dk, dv):
     """Add to the gradients what comes from the pairs of a tile, which have a share of the weights, [heads, n, 1]."""
     views = buffers.of(tile.window(len(q)))
-    q, g, own, share = (t[:, tile.queries].to(dq.dtype) for t in (q, g, own, share))
+    views.q.copy_(q[:, tile.queries])
+    views.g.copy_(g[:, tile.queries])
     k, v = (t[:, tile.keys].to(dq.dtype) for t in (k, v))
-    weights = views.scores(q, k, k_steps, scaling).softmax(-1).mul_(share)
-    found = views.gradients(q, k, v, g, own, weights, k_steps, v_steps, d_k_steps, d_v_steps, scaling)
+    weights = torch.softmax(views.scores(k, steps.keys, scaling), -1, out=views.weights).mul_(share[:, tile.queries])
+    found = views.gradients(k, v, weights, steps, d_steps, scaling, own[:, tile.queries])
     for total, at, blocks in zip((dv, dk, dq), (tile.keys, tile.keys, tile.queries), found):
         total[:, at] += blocks
 
@@ -288,8 +316,10 @@ def _far(part, q, k, v, scaling, out, lse, shift, value_step) -> None:
     if value_step is not None:
         part_out += value_step[:, None]
     out, lse = part.queries.of(out), part.queries.of(lse)
-    out.lerp_(part_out, torch.sigmoid(part_lse - lse)[..., None])
-    torch.logaddexp(lse, part_lse, out=lse)
+    ahead = part_lse - lse
+    out.lerp_(part_out, torch.sigmoid(ahead)[..., None])
+    # log(exp(a) + exp(b)) = a + log(1 + exp(b - a)); torch.logaddexp is not vectorised
+    lse += nn.functional.softplus(ahead, threshold=50)
 
 
 def _far_backward(part, g, q, k, v, out, lse, scaling, dq, dk, dv) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,9 +334,10 @@ def _far_backward(part, g, q, k, v, out, lse, scaling, dq, dk, dv) -> tuple[torc
     return found[1:]
 
 
-def _sum_to(tables: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, dim] summed to [tables, 1, dim]."""
-    return states.reshape(len(tables), -1, states.shape[-1]).sum(1, keepdim=True, dtype=tables.dtype)
+def _add_sum(states: torch.Tensor, total: torch.Tensor | None, factor: float = 1.0) -> None:
+    """Add the sum of [heads, groups, tokens, dim] to [tables, 1, dim]."""
+    if total is not None:
+        total.add_(sum_to(total, states.flatten(1, 2)), alpha=factor)
 
 
 __all__ = ["near_far_attention"]

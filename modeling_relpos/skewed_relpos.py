@@ -9,21 +9,27 @@ keys] is felt. Compared with `attention_by_rows`, which takes any labelling of t
 - One row of the table. A constant may be added to all scores of a query, and weights sum to one: the row of the farthest
   offset behind drops out of the scores and moves into the values. The other rows enter as their steps from it, 2k of
   them, and k where no query looks ahead; a matrix product with 32 columns takes two thirds of the time of one with 33.
-- Memory traffic. Some sequences and heads pass after others through the same buffers, which stay in the processor's cache.
+- Memory traffic. Some sequences and heads pass after others through the same buffers, which stay in the processor's cache,
+  and so do those of the next layer, for which the buffers are kept.
 """
 
-import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-# Bytes of the buffers that some sequences and heads pass through. 4 MiB measured best of 1, 2, 4 and 8 (8 heads of 64; 32
-# sequences of 32 tokens, 16 of 128, 4 of 512).
-BUFFER_BYTES = 2**22
+# Bytes of the buffers that some sequences and heads pass through.
+BUFFER_BYTES = 2**23
+# How many buffers each thread keeps: those of an encoder's layers and those of a decoder's.
+KEPT = 2
 # The score where a query may not look. Its weight is zero exactly, and a query that may look nowhere gets no NaN.
 NEVER = -1e30
+
+_SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.out
+
+_kept = threading.local()
 
 
 def skewed_attention(
@@ -55,49 +61,119 @@ def skewed_attention(
     """
     if query.numel() == 0:
         return query.clone()  # of the same shape, and with a gradient
-    dtype = torch.promote_types(query.dtype, torch.float32)
     reach = min(max_relative_position, query.shape[2] - 1)
-    _, key_steps = split_table(key_table, reach, is_causal, dtype)
-    farthest, value_steps = split_table(value_table, reach, is_causal, dtype)
-    states = (tensor.to(dtype) for tensor in (query, key, value))
-    output = _SkewedAttention.apply(
-        *states, key_steps, farthest, value_steps, real, scaling, reach, is_causal, torch.is_grad_enabled()
-    )
-    return output.to(query.dtype)
+    options = (scaling, reach, is_causal, torch.is_grad_enabled())
+    return _SkewedAttention.apply(query, key, value, key_table, value_table, real, *options)
 
 
-def split_table(
-    table: torch.Tensor | None, reach: int, is_causal: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The row of the farthest offset behind, -reach, and the steps from it to the rows of the others.
+class Tables(NamedTuple):
+    """What a computation makes of a^K and a^V, or gradients of that, in at least float32. There is one table for all heads,
+    or one for each; a part is None where the model does not have that table.
 
-    Args:
-        table: [2k + 1, dim] or [heads, 2k + 1, dim].
-        reach: The farthest offset that has a row of its own, at most k.
-        is_causal: Leave out the rows of offsets ahead.
-
-    Returns:
-        [tables, 1, dim] and [tables, offsets, dim], for the offsets 1 - reach to `reach`, or to 0. There is one table for
-        all heads, or one for each.
+    Attributes:
+        farthest: Of the values, the row of the farthest offset behind, -reach: [tables, 1, dim].
+        key_steps: The steps from that row of the keys to those of the offsets from 1 - reach to `reach`, or to 0, times
+            the factor of the scores: [tables, offsets, dim].
+        value_steps: The same of the values, as they are.
     """
+
+    farthest: torch.Tensor | None
+    key_steps: torch.Tensor | None
+    value_steps: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        key_table: torch.Tensor | None,
+        value_table: torch.Tensor | None,
+        reach: int,
+        is_causal: bool,
+        scaling: float,
+        dtype: torch.dtype,
+    ) -> "Tables":
+        """
+        Args:
+            key_table, value_table: [2k + 1, dim] or [heads, 2k + 1, dim].
+            reach: The farthest offset that has a row of its own, at most k.
+            is_causal: Leave out the rows of offsets ahead.
+            scaling: Factor of the scores.
+            dtype: Of the parts.
+        """
+        parts = []
+        for table in (key_table, value_table):
+            first, others = _rows(None if table is None else table.to(dtype), reach, is_causal)
+            parts.append((first, None if table is None else others - first))
+        (_, key_steps), (farthest, value_steps) = parts
+        return cls(farthest, None if key_steps is None else key_steps.mul_(scaling), value_steps)
+
+    def steps(self) -> "Steps":
+        """The steps of all heads."""
+        parts = self.key_steps, self.value_steps
+        return Steps(*(None if part is None or part.shape[1] == 0 else list(part.unbind()) for part in parts))
+
+
+class TableGradients:
+    """Gradients of a^K and a^V, to which those of what `Tables` makes of them are added.
+
+    Attributes:
+        parts: Room for the latter.
+    """
+
+    def __init__(
+        self,
+        key_table: torch.Tensor | None,
+        value_table: torch.Tensor | None,
+        reach: int,
+        is_causal: bool,
+        scaling: float,
+        dtype: torch.dtype,
+    ):
+        """Arguments as for `Tables.of`."""
+        self._tables, self._scaling = (key_table, value_table), scaling
+        self._totals = [None if t is None else torch.zeros_like(t, dtype=dtype) for t in self._tables]
+        (self._of_key, key_steps), (farthest, value_steps) = (_rows(t, reach, is_causal) for t in self._totals)
+        self.parts = Tables(farthest, key_steps, value_steps)
+
+    def finish(self) -> Iterator[torch.Tensor | None]:
+        """The gradients of the two tables; to be called once."""
+        for first, steps in ((self._of_key, self.parts.key_steps), (self.parts.farthest, self.parts.value_steps)):
+            if first is not None:
+                first -= steps.sum(1, keepdim=True)
+        for table, total, factor in zip(self._tables, self._totals, (self._scaling, 1.0)):
+            yield None if table is None else total.mul_(factor).to(table.dtype)
+
+
+def _rows(table: torch.Tensor | None, reach: int, is_causal: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of [2k + 1, dim] or [heads, 2k + 1, dim], the row of the farthest offset behind, [tables, 1, dim], and those of the
+    offsets from 1 - reach to `reach`, or to 0, [tables, offsets, dim]."""
     if table is None:
         return None, None
-    table = (table if table.dim() == 3 else table[None]).to(dtype)
+    table = table if table.dim() == 3 else table[None]
     middle = table.shape[1] // 2
     first, last = middle - reach, middle + (0 if is_causal else reach)
-    farthest = table[:, first : first + 1]
-    return farthest, table[:, first + 1 : last + 1] - farthest
+    return table[:, first : first + 1], table[:, first + 1 : last + 1]
+
+
+class Steps(NamedTuple):
+    """The steps of `Tables` as matrices [offsets, dim], one for all heads or one for each; None where there are none."""
+
+    keys: list[torch.Tensor] | None
+    values: list[torch.Tensor] | None
+
+    def of_heads(self, heads: slice) -> "Steps":
+        """Those of some heads."""
+        return Steps(*(tables if tables is None or len(tables) == 1 else tables[heads] for tables in self))
 
 
 def of_heads(tables: torch.Tensor | None, heads: slice) -> torch.Tensor | None:
-    """Some heads' [tables, ..., dim], or the one for all; None where there is nothing, not a single row."""
-    if tables is None or tables.shape[1] == 0:
-        return None
-    return tables[heads] if len(tables) > 1 else tables
+    """Some heads' [tables, ..., dim], or the one for all."""
+    return tables if tables is None or tables.shape[0] == 1 else tables[heads]
 
 
-def by_table(tables: torch.Tensor, *rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def by_table(tables: list[torch.Tensor], *rows: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     """Each of the tables with the rows that it is for: all, or those of one head after another."""
+    if len(tables) == 1:
+        return ((tables[0], *rows),)
     return zip(tables, *(each.chunk(len(tables)) for each in rows))
 
 
@@ -121,6 +197,11 @@ class Window(NamedTuple):
     keys: int
     before: int = 0
 
+    def numbers(self, dim: int) -> int:
+        """How many numbers its buffers have."""
+        pairs = 2 * self.keys + 2 * (self.queries + self.keys - 1)
+        return self.blocks * (self.queries * (pairs + 2 * dim) + self.keys * 3 * dim)
+
 
 class ByOffset:
     """Room for one number per pair of a window, laid out by offset: a row per query and a column per offset.
@@ -128,7 +209,8 @@ class ByOffset:
     Attributes:
         by_key: [blocks, queries, keys].
         band: [blocks * queries, offsets], the same memory: the offsets that have a step of their own.
-        ahead: [blocks * queries, ...], those ahead of them, where these have the last step; else None.
+        last: [blocks * queries, 1], the last of these.
+        ahead: [blocks * queries, ...], the offsets ahead of them, where these have the last step; else None.
     """
 
     def __init__(self, memory: torch.Tensor, window: Window, largest: Window, offsets: range, looks_ahead: bool):
@@ -145,20 +227,20 @@ class ByOffset:
         # from one row to the next, keys move on by a column
         strides = (window.queries * width, width - 1, 1)
         self.by_key = memory.as_strided(window[:3], strides, same - window.before)
-        self.band = self.rows[:, first:last]
+        self.band, self.last = self.rows[:, first:last], self.rows[:, last - 1 : last]
         self.ahead = self.rows[:, last:] if looks_ahead and offsets and last < width else None
         self.ones = None if self.ahead is None else memory.new_ones(width - last)
         self.is_cut = window[1:] != largest[1:]
 
-    def place(self, states: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
-        """Products of [blocks * queries, dim] with [tables, offsets, dim] steps, by key: [blocks, queries, keys]."""
+    def place(self, states: torch.Tensor, steps: list[torch.Tensor] | None) -> torch.Tensor:
+        """Products of [blocks * queries, dim] with the steps, by key: [blocks, queries, keys]."""
         if steps is None:
             self.band.zero_()
         else:
             for table, rows, products in by_table(steps, states, self.band):
                 torch.mm(rows, table.t(), out=products)
         if self.ahead is not None:
-            self.ahead.copy_(self.band[:, -1:])
+            self.ahead.copy_(self.last)
         return self.by_key
 
     def sum(self, pairs: torch.Tensor) -> torch.Tensor:
@@ -167,7 +249,7 @@ class ByOffset:
             self.rows.zero_()
         self.by_key.copy_(pairs)
         if self.ahead is not None:
-            self.band[:, -1].addmv_(self.ahead, self.ones)
+            self.last[:, 0].addmv_(self.ahead, self.ones)
         return self.band
 
 
@@ -182,19 +264,37 @@ class Buffers:
             reach: The farthest offset that has a row of its own.
         """
         blocks, queries, keys, before = self.largest = largest
+        self.dim, self.dtype = like.shape[-1], like.dtype
         self.offsets, self.looks_ahead = range(1 - reach, 1 if is_causal else reach + 1), not is_causal
-        self.scores = like.new_empty(blocks * queries * keys)
-        self.states = like.new_empty(blocks * keys * like.shape[-1])
+        self.pairs = [like.new_empty(blocks * queries * keys) for _ in range(2)]
+        self.of_queries = [like.new_empty(blocks * queries * self.dim) for _ in range(2)]
+        self.of_keys = [like.new_empty(blocks * keys * self.dim) for _ in range(3)]
         # two, since each leaves numbers where the other relies on zeros
-        self.placing, self.summing = (like.new_zeros(blocks * queries, queries + keys - 1) for _ in range(2))
+        self.by_offset = [like.new_zeros(blocks * queries, queries + keys - 1) for _ in range(2)]
         if is_causal:
-            self.placing[:, queries + before :] = NEVER
+            self.by_offset[0][:, queries + before :] = NEVER
         self.views: dict[Window, Views] = {}
+        self.pieces: dict[tuple[int, int], list[_Piece]] = {}
+
+    @classmethod
+    def kept(cls, like: torch.Tensor, largest: Window, reach: int, is_causal: bool) -> "Buffers":
+        """Those of this thread's last calls, where these were for the same; else new ones, which are kept instead."""
+        if type(like) is not torch.Tensor:  # such as FakeTensor, of which nothing must be left over
+            return cls(like, largest, reach, is_causal)
+        made_for = (largest, like.shape[-1], like.dtype, like.device, reach, is_causal)
+        all_kept = _kept.__dict__.setdefault("buffers", {})
+        with torch.inference_mode(False):  # or nothing could be written to them outside of it
+            buffers = all_kept.pop(made_for, None) or cls(like, largest, reach, is_causal)
+        all_kept[made_for] = buffers  # the last one used is the last one in it
+        while len(all_kept) > KEPT:
+            del all_kept[next(iter(all_kept))]
+        return buffers
 
     def of(self, window: Window) -> "Views":
         """What a window uses, made once."""
         if window not in self.views:
-            self.views[window] = Views(self, window)
+            with torch.inference_mode(False):
+                self.views[window] = Views(self, window)
         return self.views[window]
 
 
@@ -203,157 +303,179 @@ class Views:
 
     Blocks are [blocks, queries or keys, dim], those of one head before those of the next. What is returned is to be used
     before the next call.
+
+    Attributes:
+        q, g, k, v: Room for blocks of queries, gradients of the output, keys and values.
+        weights: [blocks, queries, keys], room for them.
     """
 
     def __init__(self, buffers: Buffers, window: Window):
-        self.window, self._states = window, buffers.states
-        self._scores = _view(buffers.scores, window[:3])
+        blocks, queries, keys, _ = window
+        view = lambda room, *shape: room[: blocks * shape[0] * shape[1]].view(blocks, *shape)
+        self._scores, self.weights = (view(room, queries, keys) for room in buffers.pairs)
+        self.q, self.g = (view(room, queries, buffers.dim) for room in buffers.of_queries)
+        self.k, self.v, self._for_keys = (view(room, keys, buffers.dim) for room in buffers.of_keys)
+        self._for_queries = view(buffers.of_keys[2], queries, buffers.dim)  # one after the other
+        self._flat_q, self._flat_g, self._flat_for_queries = (
+            t.flatten(0, 1) for t in (self.q, self.g, self._for_queries)
+        )
         self.placing, self.summing = (
             ByOffset(memory, window, buffers.largest, buffers.offsets, buffers.looks_ahead)
-            for memory in (buffers.placing, buffers.summing)
+            for memory in buffers.by_offset
         )
 
     def scores(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
-        steps: torch.Tensor | None,
+        steps: list[torch.Tensor] | None,
         scaling: float,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Scores of all pairs relative to the farthest key behind, [blocks, queries, keys].
+        """Scores of all pairs of `q` and `k` relative to the farthest key behind, [blocks, queries, keys].
 
         Args:
+            steps: Those of the keys.
             visible: [sequences, 1, keys] booleans, False for keys that no query may see; there are blocks of all sequences.
         """
-        placed = self.placing.place(flat(q), None if steps is None else steps * scaling)
-        scores = self._scores
+        placed, scores = self.placing.place(self._flat_q, steps), self._scores
         if visible is None:
             scores.copy_(placed)
         else:
             by_sequence = (-1, len(visible))
             never = scores.new_tensor(NEVER)
             torch.where(visible, placed.unflatten(0, by_sequence), never, out=scores.unflatten(0, by_sequence))
-        return scores.baddbmm_(q, k.transpose(1, 2), alpha=scaling)
+        return scores.baddbmm_(self.q, k.mT, alpha=scaling)
 
-    def summed(self, weights: torch.Tensor, v: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+    def summed(self, weights: torch.Tensor, v: torch.Tensor, steps: list[torch.Tensor] | None) -> torch.Tensor:
         """Sums of values by weights, each value with its step added, [blocks, queries, dim]."""
-        states = torch.bmm(weights, v, out=_view(self._states, (*self.window[:2], v.shape[2])))
+        torch.bmm(weights, v, out=self._for_queries)
         if steps is not None:
-            for table, rows, out in by_table(steps, self.summing.sum(weights), flat(states)):
+            for table, rows, out in by_table(steps, self.summing.sum(weights), self._flat_for_queries):
                 out.addmm_(rows, table)
-        return states
+        return self._for_queries
 
     def gradients(
         self,
-        q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        g: torch.Tensor,
-        own: torch.Tensor,
         weights: torch.Tensor,
-        key_steps: torch.Tensor | None,
-        value_steps: torch.Tensor | None,
-        d_key_steps: torch.Tensor | None,
-        d_value_steps: torch.Tensor | None,
+        steps: Steps,
+        d_steps: Steps,
         scaling: float,
+        own: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Gradients of values, keys and queries, in this order; those of the steps are added to the tensors for them.
+        """Gradients of values, keys and queries, in this order, from `q`, `g` and the weights of their pairs; those of the
+        steps are added to `d_steps`.
 
         Args:
-            g: Gradient of the output.
-            own: [blocks, queries, 1], g . output, where output and values are relative to the farthest key's.
+            own: [blocks, queries, 1], g . output, where output and values are relative to the farthest key's; None where
+                there are no pairs but these, from which it follows.
         """
-        of_keys, of_queries = _view(self._states, k.shape), _view(self._states, q.shape)
-        yield torch.bmm(weights.transpose(1, 2), g, out=of_keys)
-        # gradient of the scores: weights * (g . (v + a^V) - g . output)
-        placed = self.placing.place(flat(g), value_steps)
-        scores = torch.sub(placed, own, out=self._scores)
-        scores.baddbmm_(g, v.transpose(1, 2)).mul_(weights)
-        if value_steps is not None:
-            for d_table, rows, some in by_table(d_value_steps, self.summing.sum(weights), flat(g)):
-                d_table.addmm_(rows.t(), some)
-        yield torch.baddbmm(of_keys, scores.transpose(1, 2), q, beta=0, alpha=scaling, out=of_keys)
-        torch.baddbmm(of_queries, scores, k, beta=0, alpha=scaling, out=of_queries)
-        if key_steps is not None:
+        yield torch.bmm(weights.mT, self.g, out=self._for_keys)
+        if steps.values is not None:
+            for d_table, rows, g in by_table(d_steps.values, self.summing.sum(weights), self._flat_g):
+                d_table.addmm_(rows.t(), g)
+        scores = self._gradient_of_scores(v, weights, steps.values, own)
+        yield torch.baddbmm(self._for_keys, scores.mT, self.q, beta=0, alpha=scaling, out=self._for_keys)
+        torch.baddbmm(self._for_queries, scores, k, beta=0, alpha=scaling, out=self._for_queries)
+        if steps.keys is not None:
             summed = self.summing.sum(scores)
-            for table, rows, out in by_table(key_steps, summed, flat(of_queries)):
-                out.addmm_(rows, table, alpha=scaling)
-            for d_table, rows, some in by_table(d_key_steps, summed, flat(q)):
-                d_table.addmm_(rows.t(), some, alpha=scaling)
-        yield of_queries
+            for table, rows, out in by_table(steps.keys, summed, self._flat_for_queries):
+                out.addmm_(rows, table)
+            for d_table, rows, q in by_table(d_steps.keys, summed, self._flat_q):
+                d_table.addmm_(rows.t(), q)
+        yield self._for_queries
+
+    def _gradient_of_scores(
+        self, v: torch.Tensor, weights: torch.Tensor, steps: list[torch.Tensor] | None, own: torch.Tensor | None
+    ) -> torch.Tensor:
+        """weights * (g . (v + a^V) - g . output), [blocks, queries, keys]."""
+        placed, scores = self.placing.place(self._flat_g, steps), self._scores
+        if own is None:
+            scores.copy_(placed).baddbmm_(self.g, v.mT)
+            return _SOFTMAX_BACKWARD(scores, weights, -1, scores.dtype, grad_input=self.weights)
+        return torch.sub(placed, own, out=scores).baddbmm_(self.g, v.mT).mul_(weights)
 
 
-class _Piece(NamedTuple):
+class _Piece:
     """Some heads of some sequences. Their blocks, one per head and sequence, are those of one head after another."""
 
-    sequences: slice
-    heads: slice
-    views: Views
+    def __init__(self, sequences: slice, heads: slice, views: Views):
+        self.sequences, self.heads, self.views = sequences, heads, views
+        self._of_sequences = (heads.stop - heads.start, sequences.stop - sequences.start)
+        self._rooms = [self.by_sequence(room) for room in (views.q, views.k, views.v, views.g)]
 
-    def blocks_of(self, states: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, n, dim] -> [blocks, n, dim], not a copy where there is one head."""
-        return states[self.sequences, self.heads].transpose(0, 1).flatten(0, 1)
+    def take(self, *states: torch.Tensor) -> None:
+        """Copy the blocks of queries, keys, values and gradients, [batch, heads, n, dim] each, to the rooms for them."""
+        for room, each in zip(self._rooms, states):
+            room.copy_(each[self.sequences, self.heads])
 
-    def put(self, blocks: torch.Tensor, total: torch.Tensor) -> None:
-        """Write [blocks, n, dim] to where `blocks_of` takes them from."""
-        place = total[self.sequences, self.heads].transpose(0, 1)
-        place.copy_(blocks.view(place.shape))
+    def put(self, blocks: torch.Tensor, total: torch.Tensor, more: torch.Tensor | None = None) -> None:
+        """Write [blocks, n, dim] to their place in [batch, heads, n, dim], with `more` added, [tables, 1, dim]."""
+        place, blocks = total[self.sequences, self.heads], self.by_sequence(blocks)
+        if more is None:
+            place.copy_(blocks)
+        else:
+            torch.add(blocks, more, out=place)
 
-    def by_head(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, ...] -> [heads, sequences, ...], of the piece."""
-        return blocks.unflatten(0, (self.heads.stop - self.heads.start, -1))
-
-    def of_sequences(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """[batch, ...] -> [sequences, ...]."""
-        return None if tensor is None else tensor[self.sequences]
+    def by_sequence(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[blocks, ...] -> [sequences, heads, ...]."""
+        return blocks.unflatten(0, self._of_sequences).transpose(0, 1)
 
 
-def _pieces(query: torch.Tensor, reach: int, is_causal: bool) -> Iterator[_Piece]:
+def _share(number: int, most: int) -> int:
+    """How many of so many to take at a time, at most `most`, for pieces of the same size."""
+    return -(-number // -(-number // most))
+
+
+def _pieces(query: torch.Tensor, reach: int, is_causal: bool, dtype: torch.dtype) -> list[_Piece]:
     """Where [batch, heads, n, dim] is cut: as many blocks as the buffers hold, heads before sequences."""
     batch, heads, n, dim = query.shape
-    blocks = max(1, BUFFER_BYTES // (n * (5 * n + dim) * query.element_size()))
-    together = min(heads, blocks)
-    size = max(1, blocks // together)
-    buffers = None
-    for start in range(0, batch, size):
-        for head in range(0, heads, together):
-            sequences, some = slice(start, min(start + size, batch)), slice(head, min(head + together, heads))
-            window = Window((sequences.stop - start) * (some.stop - head), n, n)
-            buffers = buffers or Buffers(query, window, reach, is_causal)
-            yield _Piece(sequences, some, buffers.of(window))
+    like = query.new_empty(0, dim, dtype=dtype)
+    blocks = max(1, BUFFER_BYTES // (Window(1, n, n).numbers(dim) * like.element_size()))
+    together = _share(heads, blocks)
+    size = _share(batch, max(1, blocks // together))
+    buffers = Buffers.kept(like, Window(size * together, n, n), reach, is_causal)
+    if (batch, heads) not in buffers.pieces:
+        pieces = buffers.pieces[batch, heads] = []
+        for start in range(0, batch, size):
+            for head in range(0, heads, together):
+                sequences, some = slice(start, min(start + size, batch)), slice(head, min(head + together, heads))
+                window = Window((sequences.stop - start) * (some.stop - head), n, n)
+                pieces.append(_Piece(sequences, some, buffers.of(window)))
+    return buffers.pieces[batch, heads]
 
 
 def _which_see(real: torch.Tensor | None, is_causal: bool) -> torch.Tensor | None:
-    """The queries that see any key, [batch, n or 1, 1] as booleans; None for all."""
+    """The queries that see any key, [batch, 1, n or 1, 1] as booleans; None for all."""
     if real is None:
         return None
     seeing = real.cummax(-1).values if is_causal else real.any(-1, keepdim=True)
-    return None if seeing.all() else seeing[..., None]
+    return None if seeing.all() else seeing[:, None, :, None]
 
 
 class _SkewedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
-    def forward(
-        ctx, query, key, value, key_steps, farthest, value_steps, real, scaling, reach, is_causal, keep_weights
-    ):
+    def forward(ctx, query, key, value, key_table, value_table, real, scaling, reach, is_causal, keep_weights):
         visible, seeing = None if real is None else real[:, None], _which_see(real, is_causal)
-        output = empty_like_projections(query)
-        kept = []
-        for piece in _pieces(query, reach, is_causal):
-            q, k, v = (piece.blocks_of(states) for states in (query, key, value))
-            k_steps, v_steps = (of_heads(tables, piece.heads) for tables in (key_steps, value_steps))
-            scores = piece.views.scores(q, k, k_steps, scaling, piece.of_sequences(visible))
-            weights = scores.softmax(-1)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, dtype)
+        output, all_steps, kept = empty_like_projections(query), tables.steps(), []
+        for piece in _pieces(query, reach, is_causal, dtype):
+            views, steps = piece.views, all_steps.of_heads(piece.heads)
+            piece.take(query, key, value)
+            scores = views.scores(views.k, steps.keys, scaling, None if visible is None else visible[piece.sequences])
+            weights = torch.empty_like(scores) if keep_weights else views.weights
+            torch.softmax(scores, -1, out=weights)
             if seeing is not None:
-                piece.by_head(weights).mul_(piece.of_sequences(seeing))
-            piece.put(piece.views.summed(weights, v, v_steps), output)
+                piece.by_sequence(weights).mul_(seeing[piece.sequences])
+            piece.put(views.summed(weights, views.v, steps.values), output, of_heads(tables.farthest, piece.heads))
             if keep_weights:
                 kept.append(weights)
-        if farthest is not None:
-            output += farthest if seeing is None else farthest * seeing[:, None]
-        ctx.save_for_backward(query, key, value, key_steps, farthest, value_steps, seeing, output, *kept)
+        if seeing is not None and value_table is not None:
+            output.mul_(seeing)
+        ctx.save_for_backward(query, key, value, key_table, value_table, *tables, seeing, *kept)
         ctx.constants = scaling, reach, is_causal
         return output
 
@@ -361,34 +483,27 @@ class _SkewedAttention(torch.autograd.Function):
     @once_differentiable
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, grad):
-        query, key, value, key_steps, farthest, value_steps, seeing, output, *kept = ctx.saved_tensors
+        query, key, value, key_table, value_table, farthest, key_steps, value_steps, seeing, *kept = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants
+        dtype = kept[0].dtype
+        d_tables = TableGradients(key_table, value_table, reach, is_causal, scaling, dtype)
+        all_steps, all_d_steps = Tables(farthest, key_steps, value_steps).steps(), d_tables.parts.steps()
         totals = [empty_like_projections(query) for _ in range(3)]
-        d_key_steps, d_value_steps = (None if t is None else torch.zeros_like(t) for t in (key_steps, value_steps))
-        d_farthest = None
-        if farthest is None:
-            owns = output * grad
-        else:
-            owns = (output - farthest).mul_(grad)  # where nothing is seen, all weights are zero, and it does not count
-            seen = grad if seeing is None else grad * seeing[:, None]
-            d_farthest = seen.sum((0, 2)).view(len(farthest), -1, query.shape[-1]).sum(1, keepdim=True)
-        owns = owns.sum(-1, keepdim=True)
-        for piece, weights in zip(_pieces(query, reach, is_causal), kept):
-            q, k, v, g, own = (piece.blocks_of(states) for states in (query, key, value, grad, owns))
-            tables = (of_heads(t, piece.heads) for t in (key_steps, value_steps, d_key_steps, d_value_steps))
-            found = piece.views.gradients(q, k, v, g, own, weights, *tables, scaling)
+        for piece, weights in zip(_pieces(query, reach, is_causal, dtype), kept):
+            views, steps, d_steps = piece.views, all_steps.of_heads(piece.heads), all_d_steps.of_heads(piece.heads)
+            piece.take(query, key, value, grad)
+            found = views.gradients(views.k, views.v, weights, steps, d_steps, scaling)
             for total, blocks in zip(reversed(totals), found):
                 piece.put(blocks, total)
-        return *totals, d_key_steps, d_farthest, d_value_steps, *(None,) * 5
+        if value_table is not None:
+            seen = grad if seeing is None else grad * seeing
+            d_tables.parts.farthest.add_(sum_to(farthest, seen.transpose(0, 1).sum(2, dtype=dtype)))
+        return *totals, *d_tables.finish(), *(None,) * 5
 
 
-def flat(blocks: torch.Tensor) -> torch.Tensor:
-    """[blocks, n, dim] -> [blocks * n, dim]."""
-    return blocks.reshape(-1, blocks.shape[-1])
-
-
-def _view(room: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return room[: math.prod(shape)].view(shape)
+def sum_to(tables: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """[heads, rows, dim] summed to [tables, 1, dim]."""
+    return states.reshape(len(tables), -1, states.shape[-1]).sum(1, keepdim=True, dtype=tables.dtype)
 
 
 __all__ = ["skewed_attention"]
