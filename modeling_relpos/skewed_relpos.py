@@ -329,21 +329,20 @@ class Views:
         k: torch.Tensor,
         steps: list[torch.Tensor] | None,
         scaling: float,
-        visible: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Scores of all pairs of `q` and `k` relative to the farthest key behind, [blocks, queries, keys].
 
         Args:
             steps: Those of the keys.
-            visible: [sequences, 1, keys] booleans, False for keys that no query may see; there are blocks of all sequences.
+            hidden: [sequences, 1, keys], NEVER for keys that no query may see, else 0; there are blocks of all sequences.
         """
         placed, scores = self.placing.place(self._flat_q, steps), self._scores
-        if visible is None:
+        if hidden is None:
             scores.copy_(placed)
         else:
-            by_sequence = (-1, len(visible))
-            never = scores.new_tensor(NEVER)
-            torch.where(visible, placed.unflatten(0, by_sequence), never, out=scores.unflatten(0, by_sequence))
+            by_sequence = (-1, hidden.shape[0])
+            torch.add(placed.unflatten(0, by_sequence), hidden, out=scores.unflatten(0, by_sequence))
         return scores.baddbmm_(self.q, k.mT, alpha=scaling)
 
     def summed(self, weights: torch.Tensor, v: torch.Tensor, steps: list[torch.Tensor] | None) -> torch.Tensor:
@@ -458,14 +457,15 @@ class _SkewedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(ctx, query, key, value, key_table, value_table, real, scaling, reach, is_causal, keep_weights):
-        visible, seeing = None if real is None else real[:, None], _which_see(real, is_causal)
         dtype = torch.promote_types(query.dtype, torch.float32)
+        hidden = None if real is None else (~real[:, None]).to(dtype).mul_(NEVER)
+        seeing = _which_see(real, is_causal)
         tables = Tables.of(key_table, value_table, reach, is_causal, scaling, dtype)
         output, all_steps, kept = empty_like_projections(query), tables.steps(), []
         for piece in _pieces(query, reach, is_causal, dtype):
             views, steps = piece.views, all_steps.of_heads(piece.heads)
             piece.take(query, key, value)
-            scores = views.scores(views.k, steps.keys, scaling, None if visible is None else visible[piece.sequences])
+            scores = views.scores(views.k, steps.keys, scaling, None if hidden is None else hidden[piece.sequences])
             weights = torch.empty_like(scores) if keep_weights else views.weights
             torch.softmax(scores, -1, out=weights)
             if seeing is not None:
