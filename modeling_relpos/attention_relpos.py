@@ -8,8 +8,9 @@ product [queries, R], whose entries are then placed at their (query, key); on th
 row into [queries, R] before they meet the table. The functions know nothing of offsets: any labelling of the edges with
 rows will do (section 3.1 of the paper).
 
-That is `attention_by_rows`, which also returns the weights. Where a sequence attends to itself and no weights are asked
-for, `attention_of_tokens` computes the same faster: by skewing where it is short, near and far where it is long.
+That is `attention_by_rows`, which also returns the weights. Where rows are clipped offsets, the same is computed faster: of a
+sequence that attends to itself, where no weights are asked for, by `attention_of_tokens`, which skews where it is short and
+goes near and far where it is long; of its last token, which is decoding, by `attention_of_last_token`.
 """
 
 from typing import NamedTuple
@@ -20,18 +21,19 @@ from torch import nn
 from .near_far_relpos import near_far_attention
 from .skewed_relpos import skewed_attention
 
-# Tokens from which on near and far is faster than skewing. Measured with 8 heads of 64, on two threads, forward and forward
-# and backward, as parts of skewing's time. In an encoder with k = 16: 1.01 and 1.18 at 640 tokens, 0.98 and 1.05 at 768,
-# 0.82 and 0.93 at 1024; with more rows in the tables, windows are wider: with k = 64, 1.02 and 1.22 at 768, 0.97 and 1.02 at
-# 1024. In a decoder, where skewing computes what it hides: 0.90 and 0.94 at 256 tokens, whatever the k.
-NEAR_FAR_FROM = 768
-NEAR_FAR_PER_ROW = 2
-NEAR_FAR_FROM_CAUSAL = 256
+# Tokens, beside the rows of the tables in an encoder, from which on near and far is faster than skewing. Measured with 8 heads of 64, on two threads, forward and forward
+# and backward, as parts of skewing's time. In an encoder with k = 16: 1.08 and 1.17 at 640 tokens, 0.92 and 1.04 at 896,
+# 0.81 and 0.99 at 1024; with more rows in the tables, windows are wider: with k = 64, 0.96 and 1.13 at 896, 0.89 and 0.94
+# at 1024. In a decoder, where skewing computes what it hides: 0.99 and 1.07 at 320 tokens, 0.92 and 0.98 at 384, and with
+# k = 64 0.94 and 1.00.
+NEAR_FAR_FROM = 896
+NEAR_FAR_FROM_CAUSAL = 384
 
-# Numbers in cached keys up to which it is fastest to add a_ij to them before a single query meets them: a step of 16
-# sentences with 4 heads of 32 then takes 0.15 against 0.29 ms at 10 tokens and 0.20 against 0.30 ms at 50, on two threads.
-# From four times as many on, it is slower.
-FEW_CACHED = 2**17
+# Numbers in cached keys up to which it is fastest to add a_ij to them before a single query meets them. On two threads, a
+# step of 16 sentences takes so, or by `attention_of_last_token`, as parts of the step of a Marian model: with 4 heads of 32,
+# 1.03 or 1.16 at 10 tokens, 1.08 or 1.12 at 100, 1.11 or 1.08 at 200; with 8 heads of 64, 1.05 or 1.10 at 10, 1.06 or 1.08 at
+# 25, 1.06 or 1.05 at 50.
+FEW_CACHED = 2**18
 
 
 class Padding(NamedTuple):
@@ -182,6 +184,61 @@ def add_rows(states: torch.Tensor, table: torch.Tensor | None, rows: torch.Tenso
     return states if table is None else states + table.index_select(-2, rows)
 
 
+def attention_of_last_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    key_table: torch.Tensor | None = None,
+    value_table: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of the last token of a sequence to all of it, equations 3 to 5 of the paper with clipped offsets.
+
+    A constant may be added to all scores, and weights sum to one: relative to the row of the farthest keys, only the last
+    k keys and values have a term, so that a step costs little more than attention without positions however long the
+    cache is.
+
+    Args:
+        query: [batch, heads, 1, dim].
+        key, value: [batch, heads, keys, dim], the last ones the query's own.
+        scaling: Factor of both terms of the score, usually dim^-0.5.
+        key_table, value_table: a^K and a^V, [2k + 1, dim]; one may be None. (There is no such form of tables per head.)
+        mask, dropout: As in `attention_by_rows`.
+
+    Returns:
+        As from `attention_by_rows`.
+    """
+    batch, heads, keys, dim = key.shape
+    near = min((key_table if key_table is not None else value_table).shape[0] // 2, keys)
+    # sentences and heads as one axis, and few operations: of a single query, each of them is felt
+    query = query.reshape(-1, dim) * scaling  # first, or half precision may overflow
+    scores = torch.bmm(query[:, None], key.flatten(0, 1).mT)[:, 0]
+    if key_table is not None:
+        scores[:, keys - near :].addmm_(query, _last_steps(key_table, near).t())
+    weights = masked_softmax(scores.view(batch, heads, 1, keys), mask)
+    if dropout > 0:
+        weights = nn.functional.dropout(weights, p=dropout)
+    flat, value = weights.to(value.dtype).view(-1, keys), value.flatten(0, 1)
+    if value_table is None:
+        output = torch.bmm(flat[:, None], value)
+    else:
+        farthest = value_table[value_table.shape[0] // 2 - near]
+        if mask is not None or dropout > 0:  # weights may not sum to one
+            farthest = farthest * flat.sum(-1, keepdim=True)
+        terms = torch.addmm(farthest, flat[:, keys - near :], _last_steps(value_table, near))
+        output = torch.baddbmm(terms[:, None], flat[:, None], value)
+    return output.view(batch, heads, 1, dim), weights.to(query.dtype)
+
+
+def _last_steps(table: torch.Tensor, near: int) -> torch.Tensor:
+    """The rows of the offsets 1 - near to 0 less that of -near, [near, dim]."""
+    same = table.shape[0] // 2
+    return table[same - near + 1 : same + 1] - table[same - near]
+
+
 def attention_of_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -215,7 +272,7 @@ def attention_of_tokens(
         "is_causal": is_causal,
     }
     whole = padding is None or padding.spans is not None
-    if whole and query.shape[2] >= (NEAR_FAR_FROM_CAUSAL if is_causal else NEAR_FAR_FROM + NEAR_FAR_PER_ROW * rows):
+    if whole and query.shape[2] >= (NEAR_FAR_FROM_CAUSAL if is_causal else NEAR_FAR_FROM + rows):
         return near_far_attention(query, key, value, spans=padding and padding.spans, **options)
     return skewed_attention(query, key, value, real=padding and padding.real, **options)
 
@@ -262,6 +319,7 @@ __all__ = [
     "Padding",
     "add_rows",
     "attention_by_rows",
+    "attention_of_last_token",
     "attention_of_tokens",
     "masked_softmax",
     "place_rows",

@@ -31,6 +31,7 @@ from .attention_relpos import (
     Padding,
     add_rows,
     attention_by_rows,
+    attention_of_last_token,
     attention_of_tokens,
     relative_rows,
 )
@@ -113,15 +114,9 @@ def wants_weights(config: RelPosConfig, kwargs: dict) -> bool:
     return wanted
 
 
-def is_short_step(hidden_states: torch.Tensor, keys: int) -> bool:
-    """Whether these, [batch, queries, d_model], are a single query that meets few keys, on CPU."""
-    batch, queries, width = hidden_states.shape
-    return (
-        queries == 1
-        and batch * keys * width <= FEW_CACHED
-        and hidden_states.device.type == "cpu"
-        and not is_tracing(hidden_states)
-    )
+def is_step(hidden_states: torch.Tensor) -> bool:
+    """Whether these, [batch, queries, d_model], are a single query on CPU."""
+    return hidden_states.shape[1] == 1 and hidden_states.device.type == "cpu" and not is_tracing(hidden_states)
 
 
 def check_clipping_distance(name: str, saved: torch.Size, own: torch.Size) -> None:
@@ -227,9 +222,10 @@ class RelPosAttention(nn.Module):
             key_value_states: [batch, keys, d_model], the encoder's output in cross-attention.
             attention_mask: Broadcastable to [batch, heads, queries, keys], boolean or additive.
             rows: [queries, keys] or [batch, queries, keys], the table row of every pair in self-attention with tables; or
-                [keys] for a single query, of which a_ij are to be added to its keys and values. Without them, queries and keys are the same tokens, and which are seen follows from their order and
-                from `padding` in place of `attention_mask`.
-            padding: Where the real tokens are; None where all are real.
+                [keys] for a single query, of which a_ij are to be added to its keys and values. Without them, the queries
+                are the tokens of the keys, or the last one of them.
+            padding: Where the real tokens are, where queries and keys are the same ones without rows; None where all are
+                real. It stands in place of `attention_mask`.
             cache: The cache, which this call extends by its own keys and values.
 
         Returns:
@@ -248,9 +244,11 @@ class RelPosAttention(nn.Module):
                 self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
             )
             return self.out_proj(output.flatten(2)), weights
-        if rows is None:
+        if rows is None and query.shape[2] == key.shape[2]:
             output = attention_of_tokens(query, key, value, padding=padding, is_causal=self.is_causal, **tables)
             weights = None
+        elif rows is None:
+            output, weights = attention_of_last_token(query, key, value, mask=attention_mask, dropout=dropout, **tables)
         else:
             output, weights = attention_by_rows(
                 query, key, value, rows=rows, mask=attention_mask, dropout=dropout, **tables
@@ -616,8 +614,11 @@ class RelPosDecoder(RelPosStack):
             key_positions = torch.arange(keys, device=hidden_states.device)
             query_positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past
             rows = self.rows(query_positions, key_positions)
-            if rows is not None and is_short_step(hidden_states, keys):
-                rows = rows[0]
+            if rows is not None and is_step(hidden_states):
+                if keys * hidden_states.numel() <= FEW_CACHED:
+                    rows = rows[0]
+                elif isinstance(past, int) and 0 < past == keys - 1 and not self.config.relative_position_per_head:
+                    rows = None  # the query is the last of the keys; a static cache has more
             if mask is None and hidden_states.shape[1] > 1 and (rows is not None or wants_weights(self.config, kwargs)):
                 # the library left it to the fused kernel: a query sees what is not ahead of it
                 mask = key_positions <= query_positions[:, None]

@@ -25,7 +25,17 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .skewed_relpos import Buffers, TableGradients, Tables, Window, empty_like_projections, of_heads, sum_to
+from .skewed_relpos import (
+    Buffers,
+    TableGradients,
+    Tables,
+    Views,
+    Window,
+    empty_like_projections,
+    even_share,
+    of_heads,
+    sum_to,
+)
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,7 +43,7 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # Queries of a tile, which meet as many keys and 2k - 2 more.
 TILE = 128
 # Bytes of the buffers that the tiles of some heads pass through.
-BUFFER_BYTES = 2**22
+BUFFER_BYTES = 2**23
 # Numbers of [heads, n, dim] in work at a time: beside inputs, outputs and buffers, this is what memory goes into.
 CHUNK = 2**20
 
@@ -168,23 +178,21 @@ def tiles(n: int, size: int, reach: int, is_causal: bool) -> list[Tile]:
     return found
 
 
-def _pieces(query: torch.Tensor, buffers: Buffers) -> Iterator[tuple[int, slice]]:
-    """Where [batch, heads, n, dim] is cut: (sequence, heads)."""
-    batch, heads = query.shape[:2]
-    size = buffers.largest.blocks
-    for sequence in range(batch):
-        for head in range(0, heads, size):
-            yield sequence, slice(head, min(head + size, heads))
+def _some_heads(heads: int, most: int) -> Iterator[slice]:
+    """All heads, so many at a time, or one."""
+    together = even_share(heads, max(1, most))
+    for head in range(0, heads, together):
+        yield slice(head, min(head + together, heads))
 
 
-def _buffers(query: torch.Tensor, numbers: int, reach: int, is_causal: bool) -> Buffers:
-    """For the tiles of some heads of [batch, heads, n, dim], which have no more than `numbers` together, or of one head."""
+def _buffers(query: torch.Tensor, reach: int, is_causal: bool) -> Buffers:
+    """For the tiles of some heads of [batch, heads, n, dim]."""
     _, heads, n, dim = query.shape
     tile, around = _tile_size(n, reach), reach - 1
     like = query.new_empty(0, dim, dtype=torch.promote_types(query.dtype, torch.float32))
     window = Window(1, tile, tile + around * (1 if is_causal else 2), around)
-    together = max(1, min(heads, numbers // (n * dim), BUFFER_BYTES // (window.numbers(dim) * like.element_size())))
-    return Buffers.kept(like, window._replace(blocks=together), reach, is_causal)
+    most = BUFFER_BYTES // (window.numbers(dim) * like.element_size())
+    return Buffers.kept(like, window._replace(blocks=even_share(heads, max(1, most))), reach, is_causal)
 
 
 def _step_ahead(steps: torch.Tensor | None, heads: slice, is_causal: bool) -> torch.Tensor | None:
@@ -201,27 +209,26 @@ class _NearFarAttention(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(ctx, query, key, value, key_table, value_table, scaling, reach, is_causal):
-        n = query.shape[2]
-        buffers = _buffers(query, CHUNK, reach, is_causal)
-        tile, dtype = buffers.largest.queries, buffers.dtype
-        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, dtype)
-        output, all_steps = empty_like_projections(query), tables.steps()
-        logsumexps, near_logsumexps = (query.new_empty(query.shape[:3], dtype=dtype) for _ in range(2))
-        for sequence, heads in _pieces(query, buffers):
-            q, k, v = query[sequence, heads], key[sequence, heads], value[sequence, heads]
-            out, lse = output[sequence, heads].to(dtype), near_logsumexps[sequence, heads]
-            shift = None if key_table is None or is_causal else torch.empty_like(lse)
-            _near(
-                tiles(n, tile, reach, is_causal), buffers, q, k, v, all_steps.of_heads(heads), scaling, out, lse, shift
-            )
-            lse = logsumexps[sequence, heads].copy_(lse)
-            v_ahead = _step_ahead(tables.value_steps, heads, is_causal)
-            for part in far_parts(n, tile, reach, is_causal):
-                _far(part, q, k, v, scaling, out, lse, *((shift, v_ahead) if part.ahead else (None, None)))
+        batch, heads, n, dim = query.shape
+        buffers = _buffers(query, reach, is_causal)
+        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, buffers.dtype)
+        output = empty_like_projections(query)
+        logsumexps, near_logsumexps = (query.new_empty(batch, heads, n, dtype=buffers.dtype) for _ in range(2))
+        shift = None if key_table is None or is_causal else torch.empty_like(logsumexps[0])
+        for sequence in range(batch):
+            q, k, v, lse = query[sequence], key[sequence], value[sequence], logsumexps[sequence]
+            out = output[sequence].to(lse.dtype)  # a view where it is the same
+            _near(buffers, q, k, v, tables.steps(), scaling, out, near_logsumexps[sequence], shift)
+            lse.copy_(near_logsumexps[sequence])
+            for some in _some_heads(heads, CHUNK // (n * dim)):
+                v_ahead = _step_ahead(tables.value_steps, some, is_causal)
+                for part in far_parts(n, buffers.largest.queries, reach, is_causal):
+                    moved = (None if shift is None else shift[some], v_ahead) if part.ahead else (None, None)
+                    _far(part, q[some], k[some], v[some], scaling, out[some], lse[some], *moved)
             if value_table is not None:
-                out += of_heads(tables.farthest, heads)
-            if query.dtype != dtype:  # else `out` is a view, and it is there already
-                output[sequence, heads] = out
+                out += tables.farthest
+            if out.dtype != output.dtype:
+                output[sequence] = out
         ctx.save_for_backward(query, key, value, key_table, value_table, output, logsumexps, near_logsumexps)
         ctx.constants = scaling, reach, is_causal
         return output
@@ -232,43 +239,45 @@ class _NearFarAttention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, key_table, value_table, output, logsumexps, near_logsumexps = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants
-        n = query.shape[2]
-        buffers = _buffers(query, CHUNK // 2, reach, is_causal)
-        tile, dtype = buffers.largest.queries, buffers.dtype
-        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, dtype)
-        d_tables = TableGradients(key_table, value_table, reach, is_causal, scaling, dtype)
-        all_steps, all_d_steps = tables.steps(), d_tables.parts.steps()
+        batch, heads, n, dim = query.shape
+        buffers = _buffers(query, reach, is_causal)
+        tables = Tables.of(key_table, value_table, reach, is_causal, scaling, buffers.dtype)
+        d_tables = TableGradients(key_table, value_table, reach, is_causal, scaling, buffers.dtype)
         grad = _for_kernel(grad)
         d_states = [empty_like_projections(query).zero_() for _ in range(3)]
-        for sequence, heads in _pieces(query, buffers):
-            q, k, v, g, out, lse = (t[sequence, heads] for t in (query, key, value, grad, output, logsumexps))
-            if value_table is not None:
-                out = (out - of_heads(tables.farthest, heads)).to(q.dtype)
-                d_farthest = of_heads(d_tables.parts.farthest, heads)
-                d_farthest += sum_to(d_farthest, g)
-            own = (out * g).sum(-1, keepdim=True, dtype=dtype)
-            share = (near_logsumexps[sequence, heads] - lse).exp()[..., None]
-            dq, dk, dv = (total[sequence, heads].to(dtype) for total in d_states)
-            steps, d_steps = all_steps.of_heads(heads), all_d_steps.of_heads(heads)
-            for near in tiles(n, tile, reach, is_causal):
-                _near_backward(near, buffers, q, k, v, g, own, share, steps, d_steps, scaling, dq, dk, dv)
-            k_ahead, v_ahead, d_k_ahead, d_v_ahead = (
-                _step_ahead(steps, heads, is_causal) for steps in (*tables[1:], *d_tables.parts[1:])
-            )
-            states_ahead = _moved(k, k_ahead, 1 / scaling), _moved(v, v_ahead)
-            for part in far_parts(n, tile, reach, is_causal):
-                keys, values = states_ahead if part.ahead else (k, v)
-                part_dk, part_dv = _far_backward(part, g, q, keys, values, out, lse, scaling, dq, dk, dv)
-                if part.ahead:
-                    _add_sum(part_dk, d_k_ahead, 1 / scaling)
-                    _add_sum(part_dv, d_v_ahead)
-            if query.dtype != dtype:  # else they are views, and it is there already
-                for total, piece in zip(d_states, (dq, dk, dv)):
-                    total[sequence, heads] = piece
+        own = torch.empty_like(logsumexps[0])[..., None]
+        for sequence in range(batch):
+            states = [t[sequence] for t in (query, key, value, grad)]
+            totals = [total[sequence].to(own.dtype) for total in d_states]  # views where they are the same
+            lse = logsumexps[sequence]
+            for some in _some_heads(heads, CHUNK // 2 // (n * dim)):
+                q, k, v, g = (t[some] for t in states)
+                out = output[sequence, some]
+                if value_table is not None:
+                    out = (out - of_heads(tables.farthest, some)).to(q.dtype)
+                own[some] = (out * g).sum(-1, keepdim=True, dtype=own.dtype)
+                k_ahead, v_ahead, d_k_ahead, d_v_ahead = (
+                    _step_ahead(steps, some, is_causal) for steps in (*tables[1:], *d_tables.parts[1:])
+                )
+                states_ahead = _moved(k, k_ahead, 1 / scaling), _moved(v, v_ahead)
+                for part in far_parts(n, buffers.largest.queries, reach, is_causal):
+                    keys, values = states_ahead if part.ahead else (k, v)
+                    some_totals = (total[some] for total in totals)
+                    part_dk, part_dv = _far_backward(part, g, q, keys, values, out, lse[some], scaling, *some_totals)
+                    if part.ahead:
+                        _add_sum(part_dk, d_k_ahead, 1 / scaling)
+                        _add_sum(part_dv, d_v_ahead)
+            share = (near_logsumexps[sequence] - lse).exp()[..., None]
+            _near_backward(buffers, *states, own, share, tables.steps(), d_tables.parts.steps(), scaling, *totals)
+            for total, all_totals in zip(totals, d_states):
+                if total.dtype != all_totals.dtype:
+                    all_totals[sequence] = total
+        if value_table is not None:
+            d_tables.parts.farthest.add_(sum_to(tables.farthest, grad.transpose(0, 1).sum(2, dtype=own.dtype)))
         return *d_states, *d_tables.finish(), *(None,) * 3
 
 
-def _near(tiles, buffers, q, k, v, steps, scaling, out, lse, shift) -> None:
+def _near(buffers, q, k, v, steps, scaling, out, lse, shift) -> None:
     """Attention of all queries to the windows of their tiles alone.
 
     Args:
@@ -276,30 +285,39 @@ def _near(tiles, buffers, q, k, v, steps, scaling, out, lse, shift) -> None:
         shift: [heads, n], set to what the last step of the keys adds to all scores of a query; None where not wanted.
     """
     largest = torch.empty_like(lse)
-    for tile in tiles:
-        views = buffers.of(tile.window(len(q)))
-        views.q.copy_(q[:, tile.queries])
-        scores = views.scores(k[:, tile.keys].to(out.dtype), steps.keys, scaling)
+    for some, tile, views in _tiles_of_heads(buffers, *lse.shape):
+        at, of_some = (some, tile.queries), steps.of_heads(some)
+        views.q.copy_(q[at])
+        scores = views.scores(k[some, tile.keys].to(out.dtype), of_some.keys, scaling)
         if shift is not None:
-            shift[:, tile.queries] = views.placing.last.view(len(q), -1)
-        lse[:, tile.queries] = scores.amax(-1)
+            shift[at] = views.placing.last.view(shift[at].shape)
+        lse[at] = scores.amax(-1)
         weights = torch.softmax(scores, -1, out=views.weights)
-        largest[:, tile.queries] = weights.amax(-1)
-        out[:, tile.queries] = views.summed(weights, v[:, tile.keys].to(out.dtype), steps.values)
+        largest[at] = weights.amax(-1)
+        out[at] = views.summed(weights, v[some, tile.keys].to(out.dtype), of_some.values)
     # a weight is exp(score - log-sum-exp), the largest one of the largest score; torch.logsumexp takes four times as long
     lse -= largest.log_()
 
 
-def _near_backward(tile, buffers, q, k, v, g, own, share, steps, d_steps, scaling, dq, dk, dv):
-    """Add to the gradients what comes from the pairs of a tile, which have a share of the weights, [heads, n, 1]."""
-    views = buffers.of(tile.window(len(q)))
-    views.q.copy_(q[:, tile.queries])
-    views.g.copy_(g[:, tile.queries])
-    k, v = (t[:, tile.keys].to(dq.dtype) for t in (k, v))
-    weights = torch.softmax(views.scores(k, steps.keys, scaling), -1, out=views.weights).mul_(share[:, tile.queries])
-    found = views.gradients(k, v, weights, steps, d_steps, scaling, own[:, tile.queries])
-    for total, at, blocks in zip((dv, dk, dq), (tile.keys, tile.keys, tile.queries), found):
-        total[:, at] += blocks
+def _near_backward(buffers, q, k, v, g, own, share, steps, d_steps, scaling, dq, dk, dv) -> None:
+    """Add to the gradients what comes from the pairs of the tiles, which have a share of the weights, [heads, n, 1]."""
+    for some, tile, views in _tiles_of_heads(buffers, *q.shape[:2]):
+        at, in_keys, of_some = (some, tile.queries), (some, tile.keys), steps.of_heads(some)
+        views.q.copy_(q[at])
+        views.g.copy_(g[at])
+        keys, values = (states[in_keys].to(dq.dtype) for states in (k, v))
+        weights = torch.softmax(views.scores(keys, of_some.keys, scaling), -1, out=views.weights).mul_(share[at])
+        found = views.gradients(keys, values, weights, of_some, d_steps.of_heads(some), scaling, own[at])
+        for total, place, blocks in zip((dv, dk, dq), (in_keys, in_keys, at), found):
+            total[place] += blocks
+
+
+def _tiles_of_heads(buffers: Buffers, heads: int, n: int) -> Iterator[tuple[slice, Tile, Views]]:
+    """All queries: some heads, a tile, and what they use of the buffers."""
+    largest = buffers.largest
+    for some in _some_heads(heads, largest.blocks):
+        for tile in tiles(n, largest.queries, largest.before + 1, is_causal=not buffers.looks_ahead):
+            yield some, tile, buffers.of(tile.window(some.stop - some.start))
 
 
 def _far(part, q, k, v, scaling, out, lse, shift, value_step) -> None:

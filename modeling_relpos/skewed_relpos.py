@@ -177,6 +177,11 @@ def by_table(tables: list[torch.Tensor], *rows: torch.Tensor) -> Iterable[tuple[
     return zip(tables, *(each.chunk(len(tables)) for each in rows))
 
 
+def even_share(number: int, most: int) -> int:
+    """How many of so many to take at a time, at most `most`, for pieces of the same size."""
+    return -(-number // -(-number // most))
+
+
 def empty_like_projections(states: torch.Tensor) -> torch.Tensor:
     """Room for [batch, heads, n, dim], laid out as [batch, n, heads, dim], as the projections write and read it."""
     batch, heads, n, dim = states.shape
@@ -422,18 +427,13 @@ class _Piece:
         return blocks.unflatten(0, self._of_sequences).transpose(0, 1)
 
 
-def _share(number: int, most: int) -> int:
-    """How many of so many to take at a time, at most `most`, for pieces of the same size."""
-    return -(-number // -(-number // most))
-
-
 def _pieces(query: torch.Tensor, reach: int, is_causal: bool, dtype: torch.dtype) -> list[_Piece]:
     """Where [batch, heads, n, dim] is cut: as many blocks as the buffers hold, heads before sequences."""
     batch, heads, n, dim = query.shape
     like = query.new_empty(0, dim, dtype=dtype)
     blocks = max(1, BUFFER_BYTES // (Window(1, n, n).numbers(dim) * like.element_size()))
-    together = _share(heads, blocks)
-    size = _share(batch, max(1, blocks // together))
+    together = even_share(heads, blocks)
+    size = even_share(batch, max(1, blocks // together))
     buffers = Buffers.kept(like, Window(size * together, n, n), reach, is_causal)
     if (batch, heads) not in buffers.pieces:
         pieces = buffers.pieces[batch, heads] = []

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relpos.attention_relpos import attention_by_rows, masked_softmax, place_rows, relative_rows, sum_rows
+from relpos.attention_relpos import (
+    attention_by_rows,
+    attention_of_last_token,
+    masked_softmax,
+    place_rows,
+    relative_rows,
+    sum_rows,
+)
 
 
 def literal_attention(query, key, value, key_table, value_table, max_relative_position, first_query, mask):
@@ -104,6 +111,42 @@ def test_equals_the_literal_equations(problem):
     sums = weights.sum(-1)
     torch.testing.assert_close(sums, mask.any(-1)[:, None].expand_as(sums).to(sums.dtype), atol=1e-12, rtol=0)
     assert not weights.masked_select(~mask[:, None].expand_as(weights)).any()
+
+
+def last_token(query, key, value, key_table, value_table, mask, **options):
+    options = {"scaling": query.shape[-1] ** -0.5, "key_table": key_table, "value_table": value_table, **options}
+    return attention_of_last_token(query, key, value, mask=None if mask is None else mask[:, None], **options)
+
+
+@settings(max_examples=150)
+@given(problems(), st.integers(1, 40), st.booleans())
+def test_the_last_token_equals_the_literal_equations(problem, keys, masked):
+    batch, heads, dim, _, _, k, kind, _, _, side, seed = problem
+    side = side if masked else "none"
+    query, key, value, *tables, k, first, mask = make((batch, heads, dim, 1, keys, k, kind, False, True, side, seed))
+    expected = literal_attention(query, key, value, *(tables_by_head(t, heads) for t in tables), k, first, mask)
+    output, weights = last_token(query, key, value, *tables, mask if masked else None)
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
+    _, wanted = product(query, key, value, *tables, k, first, mask)
+    torch.testing.assert_close(weights, wanted, atol=1e-12, rtol=1e-12)
+    # the same weights are dropped from the same seed, and the sum of the others is not one
+    torch.manual_seed(seed)
+    output, _ = last_token(query, key, value, *tables, mask, dropout=0.5)
+    torch.manual_seed(seed)
+    rows = relative_rows(torch.tensor([first]), torch.arange(keys), k)
+    options = {"scaling": dim**-0.5, "rows": rows, "mask": mask[:, None], "dropout": 0.5}
+    wanted, _ = attention_by_rows(query, key, value, key_table=tables[0], value_table=tables[1], **options)
+    torch.testing.assert_close(output, wanted, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["keys", "values", "both", "tied"])
+def test_gradients_of_the_last_token(kind):
+    query, key, value, *tables, _, _, mask = make((2, 2, 4, 1, 7, 2, kind, False, True, "left", 3))
+    leaves = [query, key, value, *{id(t): t for t in tables if t is not None}.values()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    for seen in (None, mask):
+        assert torch.autograd.gradcheck(lambda *_, seen=seen: last_token(query, key, value, *tables, seen), leaves)
 
 
 @settings(max_examples=25)

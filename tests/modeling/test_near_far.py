@@ -1,12 +1,14 @@
 """Attention of sequences to themselves, skewed and near-and-far, against the equations with every a_ij written out."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relpos import RelPosForConditionalGeneration, attention_relpos, near_far_relpos, skewed_relpos
 from relpos.attention_relpos import Padding, attention_of_tokens
@@ -205,6 +207,53 @@ def test_states_and_gradients_laid_out_otherwise():
         torch.testing.assert_close(output, expected, msg=lambda m, name=name: f"{name}: {m}")
         for found, want in zip(torch.autograd.grad(output.sum(), across), wanted):
             torch.testing.assert_close(found, want, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_buffers_made_in_inference_mode_serve_training():
+    skewed_relpos._kept.__dict__.clear()
+    for problem in (make(20, 2), make(20, 2, spans=[(0, 20), (4, 20)])):
+        with torch.inference_mode():
+            expected = [output.clone() for _, output in both_ways(*problem, True)]
+        for output, want in zip(both_ways(*problem, True), expected):
+            torch.testing.assert_close(output[1], want, msg=output[0])
+        check(problem, True)
+
+
+def test_buffers_are_kept_for_the_next_call_but_not_many():
+    skewed_relpos._kept.__dict__.clear()
+    for n in (12, 13, 14, 15):
+        check(make(n, 2), False)
+    kept = skewed_relpos._kept.buffers
+    assert len(kept) == skewed_relpos.KEPT
+    before = {id(buffers) for buffers in kept.values()}
+    list(both_ways(*make(15, 2, seed=1), False))
+    assert {id(buffers) for buffers in skewed_relpos._kept.buffers.values()} == before
+
+
+def test_threads_do_not_share_buffers():
+    problems = [make(60, 3, seed=seed, dtype=torch.float32) for seed in range(4)]
+    expected = [[output.detach().clone() for _, output in both_ways(*problem, True)] for problem in problems]
+
+    def run(problem):
+        return [[output.detach() for _, output in both_ways(*problem, True)] for _ in range(30)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(run, problems), expected):
+            for outputs in found:
+                for output, want in zip(outputs, wanted):
+                    torch.testing.assert_close(output, want)
+
+
+def test_nothing_is_left_of_tensors_without_numbers():
+    """Flop counters and exporters run a model on fake tensors: their buffers are not kept."""
+    skewed_relpos._kept.__dict__.clear()
+    problem = make(15, 2)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = [mode.from_tensor(t) for t in (*problem[0], *problem[1:3])]
+        shapes = [output.shape for _, output in both_ways(fake[:3], *fake[3:], None, False)]
+    assert shapes == [(2, 2, 15, 8)] * 2
+    assert not skewed_relpos._kept.__dict__.get("buffers")
+    check(problem, False)
 
 
 def test_gradients_of_gradients_are_refused():
