@@ -8,9 +8,9 @@ product [queries, R], whose entries are then placed at their (query, key); on th
 row into [queries, R] before they meet the table. The functions know nothing of offsets: any labelling of the edges with
 rows will do (section 3.1 of the paper).
 
-That is `attention_by_rows`, which also returns the weights. Where rows are clipped offsets, the same is computed faster: of a
-sequence that attends to itself, where no weights are asked for, by `attention_of_tokens`, which skews where it is short and
-goes near and far where it is long; of its last token, which is decoding, by `attention_of_last_token`.
+That is `attention_by_rows`, which also returns the weights. Where rows are clipped offsets, the same is computed faster:
+of a sequence that attends to itself, where no weights are asked for, by `attention_of_tokens`, which skews where it is
+short and goes near and far where it is long; of its last token, which is decoding, by `attention_of_last_token`.
 """
 
 from typing import NamedTuple
@@ -21,18 +21,18 @@ from torch import nn
 from .near_far_relpos import near_far_attention
 from .skewed_relpos import skewed_attention
 
-# Tokens, beside the rows of the tables in an encoder, from which on near and far is faster than skewing. Measured with 8 heads of 64, on two threads, forward and forward
-# and backward, as parts of skewing's time. In an encoder with k = 16: 1.08 and 1.17 at 640 tokens, 0.92 and 1.04 at 896,
-# 0.81 and 0.99 at 1024; with more rows in the tables, windows are wider: with k = 64, 0.96 and 1.13 at 896, 0.89 and 0.94
-# at 1024. In a decoder, where skewing computes what it hides: 0.99 and 1.07 at 320 tokens, 0.92 and 0.98 at 384, and with
-# k = 64 0.94 and 1.00.
+# Tokens from which on near and far is faster than skewing; in an encoder, the rows of the tables come on top, since with
+# more of them windows are wider. Measured with 8 heads of 64 on two threads, forward and forward and backward, as parts of
+# skewing's time. In an encoder with k = 16: 1.08 and 1.17 at 640 tokens, 0.92 and 1.04 at 896, 0.81 and 0.99 at 1024; with
+# k = 64: 0.96 and 1.13 at 896, 0.89 and 0.94 at 1024. In a decoder, where skewing computes what it hides: 0.99 and 1.07 at
+# 320 tokens, 0.92 and 0.98 at 384, and there with k = 64 0.94 and 1.00.
 NEAR_FAR_FROM = 896
 NEAR_FAR_FROM_CAUSAL = 384
 
 # Numbers in cached keys up to which it is fastest to add a_ij to them before a single query meets them. On two threads, a
-# step of 16 sentences takes so, or by `attention_of_last_token`, as parts of the step of a Marian model: with 4 heads of 32,
-# 1.03 or 1.16 at 10 tokens, 1.08 or 1.12 at 100, 1.11 or 1.08 at 200; with 8 heads of 64, 1.05 or 1.10 at 10, 1.06 or 1.08 at
-# 25, 1.06 or 1.05 at 50.
+# step of 16 sentences takes so, or by `attention_of_last_token`, as parts of the step of a Marian model: with 4 heads of
+# 32, 1.03 or 1.16 at 10 tokens, 1.08 or 1.12 at 100, 1.11 or 1.08 at 200; with 8 heads of 64, 1.05 or 1.10 at 10, 1.06 or
+# 1.08 at 25, 1.06 or 1.05 at 50.
 FEW_CACHED = 2**18
 
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-# Bytes of the buffers that some sequences and heads pass through.
+# Bytes of the buffers that some sequences and heads pass through. 8 MiB measured best of 2 to 14 (8 heads of 64; 32
+# sequences of 32 tokens, 16 of 128, 8 of 256; one and two threads), where one thread would like 4 for 32 tokens.
 BUFFER_BYTES = 2**23
 # How many buffers each thread keeps: those of an encoder's layers and those of a decoder's.
 KEPT = 2
