@@ -23,8 +23,10 @@ from torch.autograd.function import once_differentiable
 # Bytes of the buffers that some sequences and heads pass through. 8 MiB measured best of 2 to 14 (8 heads of 64; 32
 # sequences of 32 tokens, 16 of 128, 8 of 256; one and two threads), where one thread would like 4 for 32 tokens.
 BUFFER_BYTES = 2**23
-# How many buffers each thread keeps: those of an encoder's layers and those of a decoder's.
+# How many buffers each thread keeps: those of an encoder's layers and those of a decoder's; and of how many bytes at most.
+# Few blocks of a long sequence have more, and would be held for the rest of the process.
 KEPT = 2
+KEPT_BYTES = 2**25
 # The score where a query may not look. Its weight is zero exactly, and a query that may look nowhere gets no NaN.
 NEVER = -1e30
 
@@ -284,8 +286,10 @@ class Buffers:
 
     @classmethod
     def kept(cls, like: torch.Tensor, largest: Window, reach: int, is_causal: bool) -> "Buffers":
-        """Those of this thread's last calls, where these were for the same; else new ones, which are kept instead."""
-        if type(like) is not torch.Tensor:  # such as FakeTensor, of which nothing must be left over
+        """Those of this thread's last calls, where these were for the same; else new ones, which are kept instead unless
+        they are too large."""
+        too_large = largest.numbers(like.shape[-1]) * like.element_size() > KEPT_BYTES
+        if too_large or type(like) is not torch.Tensor:  # such as FakeTensor, of which nothing must be left over
             return cls(like, largest, reach, is_causal)
         made_for = (largest, like.shape[-1], like.dtype, like.device, reach, is_causal)
         all_kept = _kept.__dict__.setdefault("buffers", {})

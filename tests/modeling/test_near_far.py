@@ -230,6 +230,16 @@ def test_buffers_are_kept_for_the_next_call_but_not_many():
     assert {id(buffers) for buffers in skewed_relpos._kept.buffers.values()} == before
 
 
+def test_large_buffers_are_not_kept(monkeypatch):
+    """Skewing takes sequences of any length where padding is in their midst: what that needs is given back."""
+    skewed_relpos._kept.__dict__.clear()
+    monkeypatch.setattr(skewed_relpos, "KEPT_BYTES", 2**16)
+    check(make(60, 2), False)
+    assert not skewed_relpos._kept.__dict__.get("buffers")
+    check(make(6, 2), False)
+    assert skewed_relpos._kept.buffers
+
+
 def test_threads_do_not_share_buffers():
     problems = [make(60, 3, seed=seed, dtype=torch.float32) for seed in range(4)]
     expected = [[output.detach().clone() for _, output in both_ways(*problem, True)] for problem in problems]
