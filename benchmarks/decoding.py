@@ -5,7 +5,6 @@ python benchmarks/decoding.py [--size base] [--batch 16] [--seconds 60]
 
 import argparse
 import statistics
-import time
 
 import torch
 from measure import in_turn, machine, ratio, write
@@ -37,21 +36,20 @@ def generator(model, batch: int, vocabulary: int, **settings):
 
 
 @torch.no_grad()
-def step_times(model, batch: int, vocabulary: int, lengths: list[int], repeats: int = 15) -> list[float]:
-    """Median milliseconds of one decoding step on a cache of each length."""
-    source = torch.randint(2, vocabulary, (batch, SOURCE))
+def step(model, batch: int, vocabulary: int, length: int):
+    """A run of one decoding step on a cache of `length` tokens, which it leaves as it was."""
+    source, prefix, token = (torch.randint(2, vocabulary, (batch, n)) for n in (SOURCE, length, 1))
     encoded = model.get_encoder()(source)
-    found = []
-    for length in lengths:
-        prefix, token = torch.randint(2, vocabulary, (batch, length)), torch.randint(2, vocabulary, (batch, 1))
-        times = []
-        for _ in range(repeats):
-            cache = model(encoder_outputs=encoded, decoder_input_ids=prefix, use_cache=True).cache
-            begin = time.perf_counter()
-            model(encoder_outputs=encoded, decoder_input_ids=token, cache=cache)
-            times.append(time.perf_counter() - begin)
-        found.append(statistics.median(times) * 1e3)
-    return found
+    cache = model(encoder_outputs=encoded, decoder_input_ids=prefix, use_cache=True).cache
+
+    @torch.no_grad()
+    def run():
+        model(encoder_outputs=encoded, decoder_input_ids=token, cache=cache)
+        cache.self_attention_cache.crop(-1)  # the token that this step has added
+
+    run()
+    assert cache.get_seq_length() == length, "the cache grew"
+    return run
 
 
 def main() -> None:
@@ -78,12 +76,16 @@ def main() -> None:
     write(f"decoding_{options.size}", "Decoding", columns, rows, facts, note)
 
     lengths = [10, 50, 100, 200, 500]
-    rows = [
-        [kind, *(f"{t:.1f}" for t in step_times(model, options.batch, vocabulary, lengths))]
-        for kind, model in models.items()
-    ]
+    rows = [[kind] for kind in KINDS]
+    for length in lengths:
+        runs = {kind: step(model, options.batch, vocabulary, length) for kind, model in models.items()}
+        times = in_turn(runs, seconds=options.seconds / 10)
+        for kind, row in zip(KINDS, rows):
+            milliseconds = statistics.median(times[kind]) * 1e3
+            row.append(f"{milliseconds:.1f}: {ratio(times['relpos'], times[kind])}")
     note = (
-        f"Size {options.size}, batch {options.batch}: milliseconds of one step, by the number of tokens in the cache."
+        f"Size {options.size}, batch {options.batch}, by the number of tokens in the cache: milliseconds of one step, and "
+        "the time of relpos's step divided by that, within a round: median (95 % interval)."
     )
     write(f"decoding_steps_{options.size}", "A decoding step", ["model", *map(str, lengths)], rows, facts, note)
 
