@@ -1,6 +1,6 @@
 """Decoding: RelPos against itself without positions, Marian and T5, and the time of a step as the output grows.
 
-python benchmarks/decoding.py [--size base] [--batch 16] [--seconds 60]
+python benchmarks/decoding.py [--size base] [--batch 16] [--seconds 60] [--modes greedy "beam 4" ...]
 """
 
 import argparse
@@ -57,12 +57,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60.0, help="per mode")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="all by default")
     options = parser.parse_args()
     facts, vocabulary = machine(), SIZES[options.size]["vocabulary"]
     models = {kind: build(kind, options.size).eval() for kind in KINDS}
     rows = []
-    for mode, settings in MODES.items():
-        runs = {kind: generator(model, options.batch, vocabulary, **settings) for kind, model in models.items()}
+    for mode in options.modes:
+        runs = {kind: generator(model, options.batch, vocabulary, **MODES[mode]) for kind, model in models.items()}
         times = in_turn(runs, seconds=options.seconds)
         for kind in KINDS:
             speed = options.batch * NEW / statistics.median(times[kind])
