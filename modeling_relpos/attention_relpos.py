@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .near_far_relpos import near_far_attention
-from .skewed_relpos import skewed_attention
+from .skewed_relpos import skewed_attention, without_autocast
 
 # Tokens from which on near and far is faster than skewing; in an encoder, the rows of the tables come on top, since with
 # more of them windows are wider. Measured with 8 heads of 64 on two threads, forward and forward and backward, as parts of
@@ -184,6 +184,7 @@ def add_rows(states: torch.Tensor, table: torch.Tensor | None, rows: torch.Tenso
     return states if table is None else states + table.index_select(-2, rows)
 
 
+@without_autocast
 def attention_of_last_token(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -213,6 +214,7 @@ def attention_of_last_token(
     """
     batch, heads, keys, dim = key.shape
     near = min((key_table if key_table is not None else value_table).shape[0] // 2, keys)
+    key_table, value_table = (None if table is None else table.to(query.dtype) for table in (key_table, value_table))
     # sentences and heads as one axis, and few operations: of a single query, each of them is felt
     query = query.reshape(-1, dim) * scaling  # first, or half precision may overflow
     scores = torch.bmm(query[:, None], key.flatten(0, 1).mT)[:, 0]

@@ -35,6 +35,8 @@ from .skewed_relpos import (
     even_share,
     of_heads,
     sum_to,
+    with_gradients_of,
+    without_autocast,
 )
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -88,14 +90,14 @@ def near_far_attention(
 
 def _without_padding(query, key, value, scaling, max_relative_position, key_table, value_table, is_causal):
     if query.numel() == 0:
-        return query.clone()  # of the same shape, and with a gradient
+        return with_gradients_of(query, key, value, key_table, value_table)
     reach = min(max_relative_position, query.shape[2] - 1)
     if reach == 0:  # one row for all pairs
         output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scaling)
-        if value_table is None:
-            return output
-        middle = value_table.shape[-2] // 2
-        return (output + value_table[..., middle : middle + 1, :]).to(query.dtype)
+        if value_table is not None:
+            middle = value_table.shape[-2] // 2
+            output = (output + value_table[..., middle : middle + 1, :]).to(query.dtype)
+        return with_gradients_of(output, key_table)
     states = (_for_kernel(tensor) for tensor in (query, key, value))
     return _NearFarAttention.apply(*states, key_table, value_table, scaling, reach, is_causal)
 
@@ -207,7 +209,7 @@ def _moved(states: torch.Tensor, step: torch.Tensor | None, factor: float = 1.0)
 
 class _NearFarAttention(torch.autograd.Function):
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
+    @without_autocast
     def forward(ctx, query, key, value, key_table, value_table, scaling, reach, is_causal):
         batch, heads, n, dim = query.shape
         buffers = _buffers(query, reach, is_causal)
@@ -235,7 +237,7 @@ class _NearFarAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.autocast("cpu", enabled=False)
+    @without_autocast
     def backward(ctx, grad):
         query, key, value, key_table, value_table, output, logsumexps, near_logsumexps = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants

@@ -14,8 +14,9 @@ keys] is felt. Compared with `attention_by_rows`, which takes any labelling of t
 """
 
 import threading
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -63,10 +64,31 @@ def skewed_attention(
         [batch, heads, n, dim]. A query that may look nowhere gets zeros.
     """
     if query.numel() == 0:
-        return query.clone()  # of the same shape, and with a gradient
+        return with_gradients_of(query, key, value, key_table, value_table)
     reach = min(max_relative_position, query.shape[2] - 1)
     options = (scaling, reach, is_causal, torch.is_grad_enabled())
     return _SkewedAttention.apply(query, key, value, key_table, value_table, real, *options)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """A function that computes in the precision of its arguments. (torch.autocast as a decorator is one object for all
+    calls, and gives one thread's setting to another.)"""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def with_gradients_of(output: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    """An output that does not depend on other states and tables, for which they get zeros all the same: distributed
+    training waits for a gradient of every parameter."""
+    for other in others:
+        if other is not None:
+            output = output + other[..., :0, :].sum().to(output.dtype)
+    return output
 
 
 class Tables(NamedTuple):
@@ -211,6 +233,25 @@ class Window(NamedTuple):
         return self.blocks * (self.queries * (pairs + 2 * dim) + self.keys * 3 * dim)
 
 
+class Memory:
+    """Memory for `ByOffset`.
+
+    Attributes:
+        numbers: [rows, columns].
+        shape: Queries, keys and keys before, of the windows that have left numbers in it; None where all are zeros.
+    """
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers = numbers
+        self.shape: tuple[int, ...] | None = None
+
+    def clear_for(self, shape: tuple[int, ...]) -> None:
+        """Make it zeros, unless windows of this shape alone have left numbers, which another one writes over."""
+        if self.shape != shape:
+            self.numbers.zero_()
+            self.shape = shape
+
+
 class ByOffset:
     """Room for one number per pair of a window, laid out by offset: a row per query and a column per offset.
 
@@ -221,24 +262,24 @@ class ByOffset:
         ahead: [blocks * queries, ...], the offsets ahead of them, where these have the last step; else None.
     """
 
-    def __init__(self, memory: torch.Tensor, window: Window, largest: Window, offsets: range, looks_ahead: bool):
+    def __init__(self, memory: Memory, window: Window, largest: Window, offsets: range, looks_ahead: bool):
         """
         Args:
-            memory: [queries of all blocks, width] of the largest window.
+            memory: A row for every query of all blocks of the largest window.
             offsets: Those that have a step of their own. Those behind them have nothing.
             looks_ahead: Offsets ahead of them have the last step.
         """
+        self._memory, self._shape, memory = memory, window[1:], memory.numbers
         width, end = memory.shape[1], largest.queries + largest.keys - 1
         same = largest.queries - 1 + largest.before  # the column of offset 0
         first, last = same + offsets.start, same + offsets.stop
-        self.rows = memory[: window.blocks * window.queries]
+        rows = memory[: window.blocks * window.queries]
         # from one row to the next, keys move on by a column
         strides = (window.queries * width, width - 1, 1)
         self.by_key = memory.as_strided(window[:3], strides, same - window.before)
-        self.band, self.last = self.rows[:, first:last], self.rows[:, last - 1 : last]
-        self.ahead = self.rows[:, last:end] if looks_ahead and offsets and last < end else None
+        self.band, self.last = rows[:, first:last], rows[:, last - 1 : last]
+        self.ahead = rows[:, last:end] if looks_ahead and offsets and last < end else None
         self.ones = None if self.ahead is None else memory.new_ones(end - last)
-        self.is_cut = window[1:] != largest[1:]
 
     def place(self, states: torch.Tensor, steps: list[torch.Tensor] | None) -> torch.Tensor:
         """Products of [blocks * queries, dim] with the steps, by key: [blocks, queries, keys]."""
@@ -253,8 +294,7 @@ class ByOffset:
 
     def sum(self, pairs: torch.Tensor) -> torch.Tensor:
         """[blocks, queries, keys] numbers summed by step: [blocks * queries, offsets]."""
-        if self.is_cut:  # where there are no keys, there are numbers of another window
-            self.rows.zero_()
+        self._memory.clear_for(self._shape)
         self.by_key.copy_(pairs)
         if self.ahead is not None:
             self.last[:, 0].addmv_(self.ahead, self.ones)
@@ -280,9 +320,9 @@ class Buffers:
         columns = queries + keys - 1
         # two, since each leaves numbers where the other relies on zeros; rows of 63 numbers would begin anywhere, and
         # attention with gradients, of 32 tokens, would take 1.04 of its time
-        self.by_offset = [like.new_zeros(blocks * queries, columns + -columns % 4) for _ in range(2)]
+        self.by_offset = [Memory(like.new_zeros(blocks * queries, columns + -columns % 4)) for _ in range(2)]
         if is_causal:
-            self.by_offset[0][:, queries + before :] = NEVER
+            self.by_offset[0].numbers[:, queries + before :] = NEVER
         self.views: dict[Window, Views] = {}
         self.pieces: dict[tuple[int, int], list[_Piece]] = {}
 
@@ -443,12 +483,13 @@ def _pieces(query: torch.Tensor, reach: int, is_causal: bool, dtype: torch.dtype
     size = even_share(batch, max(1, blocks // together))
     buffers = Buffers.kept(like, Window(size * together, n, n), reach, is_causal)
     if (batch, heads) not in buffers.pieces:
-        pieces = buffers.pieces[batch, heads] = []
+        pieces = []  # kept when all are made: an interrupt must not leave some of them
         for start in range(0, batch, size):
             for head in range(0, heads, together):
                 sequences, some = slice(start, min(start + size, batch)), slice(head, min(head + together, heads))
                 window = Window((sequences.stop - start) * (some.stop - head), n, n)
                 pieces.append(_Piece(sequences, some, buffers.of(window)))
+        buffers.pieces[batch, heads] = pieces
     return buffers.pieces[batch, heads]
 
 
@@ -462,7 +503,7 @@ def _which_see(real: torch.Tensor | None, is_causal: bool) -> torch.Tensor | Non
 
 class _SkewedAttention(torch.autograd.Function):
     @staticmethod
-    @torch.autocast("cpu", enabled=False)
+    @without_autocast
     def forward(ctx, query, key, value, key_table, value_table, real, scaling, reach, is_causal, keep_weights):
         dtype = torch.promote_types(query.dtype, torch.float32)
         hidden = None if real is None else (~real[:, None]).to(dtype).mul_(NEVER)
@@ -488,7 +529,7 @@ class _SkewedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.autocast("cpu", enabled=False)
+    @without_autocast
     def backward(ctx, grad):
         query, key, value, key_table, value_table, farthest, key_steps, value_steps, seeing, *kept = ctx.saved_tensors
         scaling, reach, is_causal = ctx.constants

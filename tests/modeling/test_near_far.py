@@ -64,8 +64,7 @@ def both_ways(states, key_table, value_table, real, is_causal):
 def gradients(output, leaves):
     g = torch.Generator().manual_seed(1)
     weight = torch.randn(output.shape, generator=g, dtype=torch.float64).to(output.dtype)
-    found = torch.autograd.grad(output, leaves, weight, allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found)]
+    return torch.autograd.grad(output, leaves, weight)
 
 
 def check(problem, is_causal, *, tolerance=1e-10):
@@ -121,8 +120,18 @@ def test_equals_the_equations_with_gradients(small_pieces, is_causal):
             mock.patch.object(skewed_relpos, "BUFFER_BYTES", size),
         ):
             check(problem, is_causal)
+            check(problem, is_causal)  # in buffers that the first time has left as it left them
 
     run()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 200])
+def test_what_one_call_leaves_in_the_buffers_is_not_in_the_next(is_causal, k):
+    """Tiles as they are, of which the last one has fewer queries than the others."""
+    for _ in range(2):
+        check(make(151, k), is_causal)
+        check(make(301, k), is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -252,6 +261,43 @@ def test_threads_do_not_share_buffers():
             for outputs in found:
                 for output, want in zip(outputs, wanted):
                     torch.testing.assert_close(output, want)
+
+
+def test_threads_do_not_share_autocast():
+    """Half of them are under autocast: none of them may leave it on, or off, for the others."""
+    problems = [make(6, 2, dtype=torch.float32) for _ in range(4)]
+
+    def run(numbered):
+        number, problem = numbered
+        wanted, found = bool(number % 2), set()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wanted):
+            for _ in range(300):
+                for _, output in both_ways(*problem, True):
+                    found.add(torch.is_autocast_enabled("cpu") == wanted)
+                    output.sum().backward()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set().union(*pool.map(run, enumerate(problems))) == {True}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_interrupt_while_pieces_are_made_leaves_no_part_of_them(small_pieces, monkeypatch, at):
+    skewed_relpos._kept.__dict__.clear()
+    problem, made, new = make(20, 2), [], skewed_relpos._Piece.__init__
+
+    def interrupted(self, *arguments):
+        if len(made) == at:
+            raise KeyboardInterrupt
+        made.append(self)
+        new(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(skewed_relpos._Piece, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(both_ways(*problem, False))
+    check(problem, False)
 
 
 def test_nothing_is_left_of_tensors_without_numbers():
