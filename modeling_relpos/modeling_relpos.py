@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -55,8 +56,19 @@ def shift_tokens_right(labels: torch.Tensor, pad_token_id: int, decoder_start_to
     return shifted.masked_fill(shifted == -100, pad_token_id)
 
 
+def as_encoder_output(outputs: dict[str, Any] | tuple[torch.Tensor, ...]) -> BaseModelOutput:
+    """An encoder's output of another class, or as a tuple, as the one that this model's encoder has."""
+    if isinstance(outputs, dict):  # as all outputs of the library are
+        return BaseModelOutput(**{field.name: outputs.get(field.name) for field in fields(BaseModelOutput)})
+    return BaseModelOutput(*outputs)
+
+
 def token_positions(
-    attention_mask: torch.Tensor | None, past: torch.Tensor | int, length: int, device: torch.device
+    attention_mask: torch.Tensor | None,
+    past: torch.Tensor | int,
+    length: int,
+    device: torch.device,
+    is_static: bool = False,
 ) -> torch.Tensor:
     """Absolute positions of the last `length` tokens, counted from the mask, so that padding on the left moves nothing.
 
@@ -64,10 +76,15 @@ def token_positions(
         attention_mask: [batch, past + length], zero at padding. Without it, or where it is a ready-made 4-D mask, tokens
             are counted from the start of the cache.
         past: Tokens in the cache.
+        is_static: The cache is static. `generate` has then made the mask 4-D, and what a token sees of it is counted.
 
     Returns:
         [batch, length] or [1, length] of int64; 0 at padding on the left.
     """
+    if is_static and attention_mask is not None and attention_mask.dim() == 4:
+        seen = attention_mask[:, 0]
+        seen = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
+        return (seen.sum(-1) - 1).clamp(min=0)
     if attention_mask is None or attention_mask.dim() != 2:
         return (torch.arange(length, device=device) + past)[None]
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
@@ -488,7 +505,7 @@ class RelPosStack(RelPosPreTrainedModel):
             length = embeddings.shape[1]
             if isinstance(self.embed_positions, RelPosLearnedPositions):
                 self.embed_positions.check_length(length + past if capacity is None else capacity)
-            positions = token_positions(attention_mask, past, length, embeddings.device)
+            positions = token_positions(attention_mask, past, length, embeddings.device, is_static=capacity is not None)
             embeddings = embeddings + self.embed_positions(positions).to(embeddings.dtype)
         return nn.functional.dropout(embeddings, p=self.dropout, training=self.training)
 
@@ -655,7 +672,7 @@ class RelPosDecoder(RelPosStack):
         past = cache.get_seq_length()
         if isinstance(past, torch.Tensor):
             past = past.to(embeddings.device)
-        capacity = cache.get_max_length()
+        capacity = cache.get_max_length(0)
         return past, cache.get_mask_sizes(embeddings.shape[1], 0)[0], capacity if capacity > 0 else None
 
 
@@ -720,7 +737,7 @@ class RelPosModel(RelPosPreTrainedModel):
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
             )
         elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs)
+            encoder_outputs = as_encoder_output(encoder_outputs)
         decoder_outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,

@@ -12,20 +12,21 @@ from relpos import RelPosForConditionalGeneration, modeling_relpos
 from relpos.attention_relpos import FEW_CACHED
 from relpos.configuration import preset
 
+LEARNED = {"absolute_position": "learned", "max_position_embeddings": 64}
 VARIANTS = {
     "shared": {},
     "per-head": {"relative_position_per_head": True},
     "keys": {"relative_position_values": False, "max_relative_position": 2},
     "tied-post-norm": {"relative_position_tied": True, "normalize_before": False},
     "sinusoidal": {"max_relative_position": None, "absolute_position": "sinusoidal"},
-    "relative-and-learned": {"absolute_position": "learned", "max_position_embeddings": 64},
+    "relative-and-learned": LEARNED,
 }
 
 
-def build(name, implementation="sdpa"):
+def build(name, implementation="sdpa", **fields):
     torch.manual_seed(1)
     # with tied embeddings, untrained weights repeat the last token, whatever the cache holds
-    model = RelPosForConditionalGeneration(preset("tiny", tie_word_embeddings=False, **VARIANTS[name])).eval()
+    model = RelPosForConditionalGeneration(preset("tiny", tie_word_embeddings=False, **VARIANTS[name], **fields)).eval()
     model.set_attn_implementation(implementation)
     # untrained weights hardly look at positions: make the tables loud, so that a wrong row cannot hide
     with torch.no_grad():
@@ -100,6 +101,36 @@ def test_a_cache_of_the_decoder_alone(name):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("few", [FEW_CACHED, 0])
+def test_a_cache_that_does_not_know_its_layers_yet(few):
+    model = build("relative-and-learned")
+    source, target = torch.randint(2, 250, (2, 6)), torch.randint(2, 250, (2, 8))
+    expected = model(input_ids=source, decoder_input_ids=target, use_cache=False).logits
+    with mock.patch.object(modeling_relpos, "FEW_CACHED", few):
+        for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
+            logits = run_in_steps(model, source, torch.ones_like(source), target, None, [3, 1, 4], cache)
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        assert torch.equal(
+            model.generate(source, cache=cache, max_new_tokens=9), model.generate(source, max_new_tokens=9)
+        )
+
+
+@pytest.mark.parametrize("few", [FEW_CACHED, 0])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_under_autocast(name, few):
+    """Linear layers leave half precision there, while tables stay in float32."""
+    model, source = build(name), torch.randint(2, 250, (2, 6))
+    with mock.patch.object(modeling_relpos, "FEW_CACHED", few), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.generate(
+            source, max_new_tokens=12, min_new_tokens=12, return_dict_in_generate=True, output_logits=True
+        )
+        whole = model(input_ids=source, decoder_input_ids=found.sequences[:, :-1], use_cache=False).logits
+    logits = torch.stack(found.logits, 1).float()
+    # half precision has eight bits
+    torch.testing.assert_close(logits, whole.float(), atol=0.03 * whole.abs().max().item(), rtol=0)
+
+
 GENERATION = {
     "greedy": {},
     "beam": {"num_beams": 4, "num_return_sequences": 3},
@@ -134,6 +165,23 @@ def test_static_cache_generates_the_same_tokens(name, how):
     dynamic = model.generate(source, **options)
     static = model.generate(source, cache_implementation="static", disable_compile=True, **options)
     assert torch.equal(static, dynamic)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"absolute_position": "sinusoidal"}, LEARNED], ids=["none", "sinusoidal", "learned"]
+)
+def test_a_padded_prefix_in_a_static_cache(fields):
+    """`generate` makes the mask of a static cache 4-D: absolute positions are counted from what it shows all the same."""
+    model = build("shared", **fields)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)  # untrained weights hardly look at positions
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "cache_implementation": "static", "disable_compile": True}
+    for _ in range(4):
+        source = torch.randint(2, 250, (2, 6))
+        prefixes, mask = torch.tensor([[0, 5, 6, 7], [0, 0, 0, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+        together = model.generate(source, decoder_input_ids=prefixes, decoder_attention_mask=mask, **options)
+        alone = model.generate(source[1:], decoder_input_ids=torch.tensor([[0, 9]]), **options)
+        assert together[1, 4:].tolist() == alone[0, 2:].tolist()
 
 
 def test_beams_move_with_their_cache():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from relpos import RelPosForConditionalGeneration, RelPosModel
 from relpos.configuration import preset
@@ -159,6 +160,20 @@ def test_tuples():
     assert torch.equal(as_tuple[0], as_dict.logits)
     encoded = model.get_encoder()(source, return_dict=False)
     assert torch.equal(model(encoder_outputs=encoded, decoder_input_ids=target).logits, as_dict.logits)
+
+
+@pytest.mark.parametrize("pooled", [None, 1])
+def test_an_encoders_output_of_another_class(pooled):
+    model = build()
+    source, target = batch(model)
+    expected = model(input_ids=source, decoder_input_ids=target, output_hidden_states=True)
+    encoded = model.get_encoder()(source, output_hidden_states=True)
+    encoded = BaseModelOutputWithPooling(encoded.last_hidden_state, pooled and encoded[0][:, 0], encoded.hidden_states)
+    for outputs in (encoded, dict(encoded)):
+        found = model(encoder_outputs=outputs, decoder_input_ids=target)
+        assert torch.equal(found.logits, expected.logits)
+        for states, wanted in zip(found.encoder_hidden_states, expected.encoder_hidden_states, strict=True):
+            assert torch.equal(states, wanted)
 
 
 def test_embeddings_in_place_of_ids():
