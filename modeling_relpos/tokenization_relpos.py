@@ -4,6 +4,7 @@ Such models may have two vocabularies, or end only the target with `</s>`; an or
 """
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ class RelPosTokenizer(PreTrainedTokenizer):
             "source": _read_side("source", source_segmenter, source_vocabulary),
             "target": _read_side("target", target_segmenter, target_vocabulary),
         }
-        self._side = self._sides["source"]
+        self._of_thread = threading.local()
         self.add_source_eos = add_source_eos
         self.add_target_eos = add_target_eos
         self.add_source_bos = add_source_bos
@@ -139,11 +140,26 @@ class RelPosTokenizer(PreTrainedTokenizer):
         """The pieces of a side, "source" or "target", in the order of their ids."""
         return list(self._sides[side].vocabulary)
 
+    @property
+    def _side_name(self) -> str:
+        """The current side of this thread: in a server, one may encode a source while another decodes a target."""
+        return getattr(self._of_thread, "side", "source")
+
+    @property
+    def _side(self) -> _Side:
+        return self._sides[self._side_name]
+
     def _switch_to_input_mode(self) -> None:
-        self._side = self._sides["source"]
+        self._of_thread.side = "source"
 
     def _switch_to_target_mode(self) -> None:
-        self._side = self._sides["target"]
+        self._of_thread.side = "target"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_of_thread"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _of_thread=threading.local())
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         pieces = self._side.segmenter.encode(text, add_special_tokens=False).tokens
@@ -176,17 +192,17 @@ class RelPosTokenizer(PreTrainedTokenizer):
 
     def _ends(self) -> tuple[bool, bool]:
         """Whether sequences of the current side begin with `bos_token`, and whether they end with `eos_token`."""
-        if self._side is self._sides["source"]:
+        if self._side_name == "source":
             return self.add_source_bos, self.add_source_eos
         return False, self.add_target_eos
 
     def _decode(self, token_ids: int | list[int], use_source_tokenizer: bool = False, **kwargs: Any) -> str:
-        before = self._side
-        self._side = self._sides["source" if use_source_tokenizer else "target"]
+        before = self._side_name
+        self._of_thread.side = "source" if use_source_tokenizer else "target"
         try:
             return super()._decode(token_ids, **kwargs)
         finally:
-            self._side = before
+            self._of_thread.side = before
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """Put pieces of the current side together; special tokens stand apart from text, between spaces."""

@@ -65,10 +65,6 @@ class RelPosSubwordTextTokenizer(RelPosTokenizer):
             if missing := sorted(_ESCAPING - side.ids.keys()):
                 raise ValueError(f"The {name} vocabulary lacks {' '.join(missing)}, which escapes are written with.")
 
-    @property
-    def _side_name(self) -> str:
-        return "source" if self._side is self._sides["source"] else "target"
-
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return [piece for word in split_words(text) for piece in self._cut(self._escape(word))]
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -138,6 +139,26 @@ def test_a_start_token_of_the_decoder_alone_is_no_matter_of_the_tokenizer():
     assert tokenizer.bos_token is None
     with pytest.raises(ValueError, match="'<s>' must be in both"):
         RelPosTokenizer(segmenter(SOURCE), source, segmenter(TARGET), [*target, "<s>"], add_source_bos=True)
+
+
+def test_threads_do_not_change_each_others_side(tokenizer):
+    """As in a server whose threads share one pipeline."""
+
+    def run(number):
+        wrong = 0
+        for _ in range(300):
+            wrong += tokenizer("the cats")["input_ids"] != [4, 5, 6]
+            wrong += tokenizer(text_target="die Katzen")["input_ids"] != [4, 5, 6, 3]
+            wrong += tokenizer.decode([4, 5, 6]) != "die Katzen"
+        return wrong
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(run, range(4))) == [0] * 4
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_nothing_can_be_added_to_two_vocabularies(tokenizer):
