@@ -4,6 +4,7 @@ What is particular to them: projections of queries, keys and values are fused, w
 paths, and the subword model is not part of the folder. Reading needs no package; writing needs `ctranslate2`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration, RelPosTokenizer
 
-from .converter import Converter, Decoding, KeyTable, both_sides, count_layers, own_names, refuse, rename
+from .converter import (
+    Converter,
+    Decoding,
+    KeyTable,
+    both_sides,
+    count_layers,
+    own_names,
+    refuse,
+    rename,
+    require_weights,
+)
 from .ctranslate2_files import plain_name, read_binary, read_options, read_vocabularies
 from .files import ConversionError, new_folder
 from .segmenters import looks_segmented, tokenizer_sides
@@ -77,6 +88,7 @@ _EXPRESSIBLE = {
     "with_target_bos": (1, "a target that starts with the end token"),
     "user_decoder_start_tokens": (0, "start tokens that the caller gives"),
 }
+_SOURCE_EMBEDDING = "encoder.embeddings_0.weight"
 _PADDING = ("<blank>", "<pad>")
 _DEFAULT_EPSILON = 1e-5
 """What CTranslate2 takes where a model does not say."""
@@ -117,11 +129,20 @@ class CTranslate2Converter(Converter):
                 found.append(f"{name} (RelPos has no place for it)")
         if not any(name.endswith(".relative_position_keys") for name in self._binary.variables):
             found.append("it has no relative positions")
-        for name in ("activation", "pre_norm", "scale_embeddings"):
+        for name in ("activation", "pre_norm"):
             encoder, decoder = (self._setting(side, name, default=0) for side in ("encoder", "decoder"))
             if encoder != decoder:
                 found.append(f"{name} is {encoder} in the encoder and {decoder} in the decoder")
-        return found + self._obstacles_of_vocabularies()
+        return found + self._obstacles_of_scales() + self._obstacles_of_vocabularies()
+
+    def _obstacles_of_scales(self) -> list[str]:
+        require_weights(self._binary.variables, [_SOURCE_EMBEDDING], f"The model {self.source} is no Transformer")
+        encoder, decoder = (self._embedding_factor(side) for side in ("encoder", "decoder"))
+        if encoder != decoder:
+            return [f"scale_embeddings is {encoder:.6g} in the encoder and {decoder:.6g} in the decoder"]
+        if encoder not in (1.0, self._root_of_width):
+            return [f"scale_embeddings={encoder:.6g} (must be 1 or the root of the width, {self._root_of_width:.6g})"]
+        return []
 
     def _obstacles_of_vocabularies(self) -> list[str]:
         found = []
@@ -153,7 +174,7 @@ class CTranslate2Converter(Converter):
             **_position_fields(weights),
             normalize_before=bool(self._setting("decoder", "pre_norm", default=1)),
             layer_norm_eps=self._options["layer_norm_epsilon"] or _DEFAULT_EPSILON,
-            scale_embedding=bool(self._setting("decoder", "scale_embeddings", default=1)),
+            scale_embedding=self._embedding_factor("decoder") == self._root_of_width,
             share_encoder_decoder_embeddings=source == target and torch.equal(*embeddings),
             tie_word_embeddings=torch.equal(weights["lm_head.weight"], embeddings[1]),
             attention_bias="model.encoder.layers.0.self_attn.q_proj.bias" in weights,
@@ -221,13 +242,29 @@ class CTranslate2Converter(Converter):
         )
 
     def _setting(self, side: str, name: str, *, default: int | None = None) -> int:
-        """A number among the variables; in old models those of both sides stand at the top."""
-        for key in (f"{side}.{name}", name):
-            if key in self._binary.variables:
-                return int(self._binary.variables[key].item())
-        if default is None:
+        """A whole number among the variables."""
+        found = self._variable(side, name)
+        if found is None and default is None:
             raise ConversionError(f"The model {self.source} does not say its {side}.{name}.")
-        return default
+        return default if found is None else int(found.item())
+
+    def _variable(self, side: str, name: str) -> torch.Tensor | None:
+        """A variable of a side; in old models those of both sides stand at the top."""
+        variables = self._binary.variables
+        return variables.get(f"{side}.{name}", variables.get(name))
+
+    def _embedding_factor(self, side: str) -> float:
+        """What a side multiplies its embeddings by: a float is the factor itself, and another type says whether it is the
+        root of their width, as it is without a word."""
+        scale = self._variable(side, "scale_embeddings")
+        if scale is None or not scale.is_floating_point():
+            return self._root_of_width if scale is None or scale.item() else 1.0
+        is_root = math.isclose(scale.item(), self._root_of_width, rel_tol=torch.finfo(torch.float32).eps)
+        return self._root_of_width if is_root else scale.item()
+
+    @property
+    def _root_of_width(self) -> float:
+        return math.sqrt(self._binary.variables[_SOURCE_EMBEDDING].shape[-1])
 
     def _pad_token(self) -> str:
         """CTranslate2 has no padding token. Without one, padding is `<unk>`: the mask hides it all the same."""

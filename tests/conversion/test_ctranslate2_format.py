@@ -315,6 +315,38 @@ class TestDamage:
             convert(folder, tmp_path / "out", toolkit="ctranslate2")
 
 
+class TestScaleOfEmbeddings:
+    """CTranslate2 takes a float for the factor itself, and an int8 for a flag."""
+
+    @pytest.fixture
+    def read(self, copy, monkeypatch):
+        """A function: the configuration of a copy whose model has these values of `scale_embeddings`."""
+        folder, _ = copy
+        binary = read_binary(folder / "model.bin")
+        monkeypatch.setattr("relpos.conversion.ctranslate2_format.read_binary", lambda path: binary)
+
+        def config(encoder, decoder):
+            binary.variables["encoder.scale_embeddings"] = torch.tensor(encoder)
+            binary.variables["decoder.scale_embeddings"] = torch.tensor(decoder)
+            convert(folder, folder.parent / "out", toolkit="ctranslate2", force=True)
+            return RelPosConfig.from_pretrained(folder.parent / "out")
+
+        return config
+
+    def test_one_and_the_root_of_the_width(self, read, learned_model):
+        width = RelPosConfig.from_pretrained(learned_model).d_model
+        assert read(1.0, 1.0).scale_embedding is False
+        assert read(width**0.5, width**0.5).scale_embedding is True
+
+    def test_another_factor(self, read):
+        with pytest.raises(ConversionError, match=r"scale_embeddings=2\.5 .must be 1 or the root of the width"):
+            read(2.5, 2.5)
+
+    def test_two_factors(self, read):
+        with pytest.raises(ConversionError, match=r"scale_embeddings is 2\.5 in the encoder and 1 in the decoder"):
+            read(2.5, 1.0)
+
+
 class TestForeignModels:
     """Models that another converter has made, without a tokenizer in the folder."""
 
