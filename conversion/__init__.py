@@ -79,10 +79,11 @@ def convert(
         ConversionError: One sentence on what is missing, damaged or impossible; nothing is written then.
     """
     from .converter import convert_model
-    from .files import ConversionError, check_target
+    from .files import ConversionError, check_apart, check_target
 
     if len(languages) not in (0, 2):
         raise ConversionError(f"--languages takes two codes, source and target, as in en,de, and not {len(languages)}.")
+    check_apart(Path(source), Path(out))
     check_target(Path(out), force=force)
     facts = dict(zip(("source_language", "target_language"), languages))
     return convert_model(open_source(source, toolkit=toolkit, **options), Path(out), force=force, facts=facts)
@@ -104,7 +105,10 @@ def export(model: str | Path, out: str | Path, *, toolkit: str, force: bool = Fa
     Raises:
         ConversionError: One sentence on what is missing, damaged or impossible; nothing is written then.
     """
+    from .files import check_apart
+
     export_function = _find(toolkit, _TARGETS, "export to")
+    check_apart(Path(model), Path(out))
     return _call(export_function, Path(model), Path(out), toolkit=toolkit, options={**options, "force": force})
 
 

@@ -60,12 +60,16 @@ def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
     Raises:
         ConversionError: `out` is there already and `force` is not given, or is no saved model.
     """
+    out = out.resolve()  # a link to a folder stays one
     check_target(out, force=force)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=_nearest_folder(out)))
+    # an empty folder may be a mount point or the current one, so it stays as it is and is filled
+    fill = out.is_dir() and not any(out.iterdir())
+    place = _nearest_folder(out / "model" if fill else out)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=place))
     try:
         folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private
         yield folder
-        _replace(folder, out)
+        (_fill if fill else _replace)(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,6 +99,19 @@ def check_target(out: Path, *, force: bool) -> None:
         raise ConversionError(f"The output {out} exists; pass --force to replace it.")
     if not (out / "config.json").is_file():
         raise ConversionError(f"The output {out} is not a saved model, so --force does not replace it.")
+    if os.path.ismount(out) or Path.cwd().is_relative_to(out.resolve()):
+        raise ConversionError(
+            f"The output {out} is a mount point or holds the current folder, so --force does not replace it; name a "
+            "folder in it."
+        )
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Raise ConversionError where replacing `out` would take the source with it, or a part of the source."""
+    taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
+    ours, theirs = out.resolve(), source.resolve()
+    if taken and (theirs.is_relative_to(ours) or ours.is_relative_to(theirs)):
+        raise ConversionError(f"The output {out} holds {source} or is a part of it; name another output.")
 
 
 def _nearest_folder(out: Path) -> Path:
@@ -107,6 +124,12 @@ def _nearest_folder(out: Path) -> Path:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConversionError(f"The output {out} cannot be written: {folder} is read-only, or it is no folder.")
     return folder
+
+
+def _fill(folder: Path, out: Path) -> None:
+    """Move what `folder` holds into `out`; the configuration comes last, without which a folder is no model."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+        path.rename(out / path.name)
 
 
 def _replace(folder: Path, out: Path) -> None:

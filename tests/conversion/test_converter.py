@@ -142,6 +142,14 @@ class TestRegistry:
             call(tmp_path)
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize("write", [convert, export])
+    def test_force_does_not_replace_the_source(self, tmp_path, write):
+        (tmp_path / "config.json").touch()
+        for source in (tmp_path, tmp_path / "model"):
+            with pytest.raises(ConversionError, match="or is a part of it; name another output"):
+                write(source, tmp_path, toolkit="ctranslate2", force=True)
+        assert (tmp_path / "config.json").exists()
+
     def test_options_that_were_not_given_do_not_count(self, tmp_path):
         with pytest.raises(ConversionError, match="no Argos package"):
             open_source(tmp_path / "no", toolkit="argos", allow_pickle=False, subwords=())

@@ -1,6 +1,9 @@
+import os
+from pathlib import Path
+
 import pytest
 
-from relpos.conversion.files import ConversionError, new_file, new_folder, read_json, read_lines, read_text
+from relpos.conversion.files import ConversionError, check_apart, new_file, new_folder, read_json, read_lines, read_text
 
 
 class TestReading:
@@ -78,6 +81,50 @@ class TestWholeOrAbsent:
         with new_folder(tmp_path / "out") as folder:
             (folder / "x").touch()
         assert (tmp_path / "out" / "x").exists()
+
+    def test_the_current_folder_is_filled_and_stays(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with new_folder(Path()) as folder:
+            (folder / "config.json").touch()
+            (folder / "x").touch()
+        assert sorted(os.listdir()) == ["config.json", "x"]
+        with pytest.raises(ConversionError, match="holds the current folder, so --force does not replace it"):
+            new_folder(Path(), force=True).__enter__()
+
+    def test_a_mount_point_is_filled_and_not_replaced(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path)
+        parent = tmp_path.parent.stat().st_mtime_ns
+        with new_folder(tmp_path) as folder:
+            (folder / "config.json").touch()
+        assert tmp_path.parent.stat().st_mtime_ns == parent  # nothing beside it, which is another file system
+        with pytest.raises(ConversionError, match="is a mount point"):
+            new_folder(tmp_path, force=True).__enter__()
+
+    def test_a_failure_leaves_an_empty_folder(self, tmp_path):
+        with pytest.raises(ZeroDivisionError), new_folder(tmp_path) as folder:
+            (folder / str(1 / 0)).touch()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_link_stays(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "link").symlink_to("out")
+        for content in ("old", "new"):
+            with new_folder(tmp_path / "link", force=True) as folder:
+                (folder / "config.json").write_text(content)
+            assert (tmp_path / "link").is_symlink()
+            assert (tmp_path / "out" / "config.json").read_text() == content
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_the_source_is_not_replaced(self, tmp_path):
+        source = tmp_path / "source"
+        (source / "part").mkdir(parents=True)
+        (source / "part" / "config.json").touch()
+        (tmp_path / "link").symlink_to(source)
+        for out in (source, tmp_path, source / "part", tmp_path / "link"):
+            with pytest.raises(ConversionError, match=r"holds .*source or is a part of it; name another output"):
+                check_apart(source, out)
+        for out in (source / "new", tmp_path / "sour", tmp_path / "none"):
+            check_apart(source, out)
 
     def test_files_too(self, tmp_path):
         out = tmp_path / "deep" / "out.zip"
