@@ -98,7 +98,8 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is no SentencePiece model, or one of words or characters.
+        ValueError: The file is no SentencePiece model, or one of words or characters, or it cuts text as no fast tokenizer
+            does: with spaces at the ends of words, or with user-defined symbols that its normalisation spares.
         ImportError: protobuf is not installed.
     """
     try:
@@ -117,22 +118,43 @@ def load_sentencepiece(path: str | Path) -> PreTrainedTokenizerFast:
     except DecodeError:
         raise ValueError(f"{path} is not a SentencePiece model.") from None
     unigram, bpe = 1, 2
+    normal, user_defined = 1, 4
     kind = proto.trainer_spec.model_type
     if not proto.pieces or kind not in (unigram, bpe):
         raise ValueError(f"{path} must be a SentencePiece model of type unigram or bpe.")
     if kind == unigram:
-        written = (1, 4)  # normal and user-defined pieces; the others never match text
+        written = (normal, user_defined)  # the others never match text
         vocab = [(p.piece, p.score if p.type in written else _RESERVED_SCORE) for p in proto.pieces]
     else:
         vocab = {piece.piece: index for index, piece in enumerate(proto.pieces)}
     backend = SpmConverter.build_tokenizer_from_spm_proto(proto=proto, vocab=vocab)
     spec = proto.trainer_spec
+    if spec.treat_whitespace_as_suffix:
+        raise ValueError(
+            f"{path} puts spaces at the ends of words (treat_whitespace_as_suffix), which is not supported."
+        )
+    _check_symbols(backend, [p.piece for p in proto.pieces if p.type == user_defined], path)
     return _wrap(
         backend,
         pad_token=spec.pad_piece if spec.pad_id >= 0 else PAD,
         eos_token=spec.eos_piece if spec.eos_id >= 0 else EOS,
         unk_token=spec.unk_piece,
     )
+
+
+def _check_symbols(backend: Tokenizer, symbols: Sequence[str], path: Path) -> None:
+    """Raise ValueError for user-defined symbols that SentencePiece finds in a text where the tokenizer does not.
+
+    SentencePiece keeps them from its normalisation, which a tokenizer always does first. Of several spaces, a Unigram
+    tokenizer takes the last ones for a symbol and SentencePiece the first.
+    """
+    for symbol in symbols:
+        is_kept = backend.normalizer.normalize_str(f"x{symbol}x") == f"x{symbol}x"  # within a text, not at its ends
+        if not is_kept or (isinstance(backend.model, models.Unigram) and _SPACE * 2 in symbol):
+            raise ValueError(
+                f"{path} has the user-defined symbol {symbol!r}, which its normalisation changes or which holds several "
+                "spaces, and that is not supported."
+            )
 
 
 def _rare_characters(counts: Counter) -> list[str]:

@@ -137,6 +137,40 @@ def test_a_sentencepiece_model_keeps_its_ids(tmp_path, options):
     assert tokenizer("a", padding="max_length", max_length=9)["input_ids"][-1] == tokenizer.pad_token_id
 
 
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"treat_whitespace_as_suffix": True}, "ends of words .treat_whitespace_as_suffix., which is not supported"),
+        ({"user_defined_symbols": "｟num｠"}, "the user-defined symbol '｟num｠', which its normalisation changes"),
+        ({"user_defined_symbols": ["\n"]}, r"the user-defined symbol '\\n', which its normalisation changes"),
+        (
+            {"user_defined_symbols": ["a b"], "normalization_rule_name": "identity"},
+            "the user-defined symbol 'a b', which its normalisation changes",
+        ),
+    ],
+)
+def test_sentencepiece_models_that_cut_text_otherwise(tmp_path, model_type, options, message):
+    _, content = sentencepiece_model(model_type=model_type, vocab_size=120, **options)
+    (tmp_path / "m.model").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_sentencepiece(tmp_path / "m.model")
+
+
+def test_spaces_as_a_symbol(tmp_path):
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    options["user_defined_symbols"] = ["\u2581\u2581", "\n", "\u2581Makro"]
+    processor, content = sentencepiece_model(model_type="bpe", vocab_size=120, **options)
+    (tmp_path / "bpe.model").write_bytes(content)
+    tokenizer = load_sentencepiece(tmp_path / "bpe.model")
+    for text in ("Makro   eins\n", "  Makro", " \n \n"):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == processor.encode(text)
+    _, content = sentencepiece_model(model_type="unigram", vocab_size=90, **options)
+    (tmp_path / "unigram.model").write_bytes(content)
+    with pytest.raises(ValueError, match=r"user-defined symbol '\u2581\u2581', .* holds several spaces"):
+        load_sentencepiece(tmp_path / "unigram.model")
+
+
 def test_what_is_no_sentencepiece_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="missing"):
         load_sentencepiece(tmp_path / "missing.model")
