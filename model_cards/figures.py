@@ -20,8 +20,10 @@ def check_picture(path: Path) -> None:
     """Raise PlotError for a picture that could not be drawn or written at the end of the work."""
     if path.suffix not in _SUFFIXES:
         raise PlotError(f"The picture {path} must end in .png, .svg or .pdf.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise PlotError(f"The picture {path} cannot be written: its folder is missing, or it is a folder itself.")
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise PlotError(
+            f"The picture {path} cannot be written: its folder is missing or read-only, or it is a folder itself."
+        )
     new_figure(height=1)
 
 

@@ -1,6 +1,8 @@
 """The `relpos` command: one verb per function, each a call into the package. Imports are inside the verbs, so that
 `--help` answers without loading PyTorch."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +68,11 @@ def main() -> None:
         if type(error).__module__.partition(".")[0] != "relpos":
             raise
         code = _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        code = _fail(f"There is no room for {error.filename or 'the output'}: {error.strerror}.")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left would fail again at exit
     except ImportError as error:
         # Raised by hand where a library is missing or too old, and says what to install; a bug in an import has a name.
         if error.name:
@@ -119,6 +126,8 @@ def evaluate(
         figures.check_picture(plot)
     evaluation.check_request(models, json=json, tokenized=tokenized, card=card)
     pair = evaluation.choose_languages(models, corpus=corpus, languages=languages)
+    for remark in evaluation.remarks_on_languages(models, pair):
+        _say(remark)
     sources, references, name = evaluation.read_held_out(corpus, split=split, languages=pair)
     with _progress("translating", len(sources) * len(beam_sizes) * len(models), shown=True) as on_progress:
         translated = evaluation.translate_by_models(
@@ -180,7 +189,7 @@ def translate(
     from relpos import conversion
     from relpos.training import line_files, loading, translation
 
-    with line_files.open_input(input) as source, line_files.open_output(output, warn=_say) as target:
+    with line_files.open_input(input) as source, line_files.open_output(output, warn=_say, source=input) as target:
         loaded = conversion.load_engine(model, engine=engine) if engine else loading.load_model(model)
         loaded = loading.into_language(loaded, to)
         with _progress("translating", source.count, shown=not target.isatty()) as on_progress:
@@ -214,6 +223,8 @@ def score(
     from relpos.training import evaluation, line_files, loading, scoring
 
     pair = evaluation.choose_languages([model], corpus=corpus, languages=languages)
+    for remark in evaluation.remarks_on_languages([model], pair):
+        _say(remark)
     corpus_rows, _ = evaluation.open_held_out(corpus, split=split, languages=pair)
     with line_files.open_output(output, warn=_say) as target:
         loaded = loading.load_model(model)

@@ -67,6 +67,11 @@ def _language_pair(task: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def _primary(language: str) -> str:
+    """The language of a code without its region or script."""
+    return re.split("[-_]", language)[0].lower()
+
+
 def language_tags(tokenizer: Any) -> dict[str, int]:
     """Target languages that a tokenizer has tag tokens for, `>>de<<` at the start of a source, with the tokens' ids.
 
@@ -208,10 +213,14 @@ class TranslationPipeline(Pipeline):
         return {**languages, **_given(truncation=truncation)}, {**languages, **generate_kwargs}, postprocess
 
     def _check_language(self, name: str, language: str) -> None:
-        """Refuse a code that the tokenizer does not have: most of them would read it as the unknown token."""
+        """Refuse a language that the model does not have, and a code that the tokenizer does not have: most of them would
+        read it as the unknown token."""
         tags = language_tags(self.tokenizer)
         if tags and name == "tgt_lang" and language not in tags:
             raise ValueError(f"`{name}` is {language!r}, which this model has no tag for; it knows {list(tags)}.")
+        own = getattr(self.model.config, "source_language" if name == "src_lang" else "target_language", None)
+        if isinstance(own, str) and _primary(own) != _primary(language):
+            raise ValueError(f"`{name}` is {language!r}, and this model has {own!r}.")
         if not hasattr(self.tokenizer, "_build_translation_inputs"):
             return
         tokens = {*getattr(self.tokenizer, "lang_code_to_id", ()), *self.tokenizer.get_added_vocab()}
@@ -318,6 +327,8 @@ class TranslationPipeline(Pipeline):
         if forced_bos is not None and "forced_bos_token_id" not in user:
             own["forced_bos_token_id"] = forced_bos
         arguments = self._prepare_generate_kwargs(generate_kwargs, **own)
+        if "max_new_tokens" in arguments:
+            arguments.setdefault("max_length", None)  # or `generate` warns of the one that the model has
         output_ids = self.model.generate(**model_inputs, **arguments, **self._helpers(arguments))
         if isinstance(output_ids, ModelOutput):
             output_ids = output_ids.sequences

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -319,6 +319,7 @@ def plot_by_length(results: Sequence[dict[str, Any]], path: Path, *, title: str)
         range(len(buckets)), [f"{words_label(bucket['words'])}\n({bucket['pairs']:,})" for bucket in buckets]
     )
     panel.set(title=title, xlabel="words of the source (number of pairs)", ylabel="BLEU")
+    panel.set_xlim(-0.5, len(buckets) - 0.5)
     panel.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return save_figure(figure, path)
@@ -350,12 +351,16 @@ def check_request(models: Sequence[str], *, json: Path | None, tokenized: bool, 
             raise EvaluationError(
                 f"The model {model} is no saved folder of a RelPos model, so it has no card to put scores on."
             )
+        if not os.access(model, os.W_OK):
+            raise EvaluationError(f"The folder {model} is read-only, so no scores can be put on its card.")
 
 
 def check_writable(file: Path | None) -> None:
     """Raise EvaluationError for a file that could not be written at the end of the work."""
-    if file and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise EvaluationError(f"The file {file} cannot be written: its folder is missing, or it is a folder itself.")
+    if file and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+        raise EvaluationError(
+            f"The file {file} cannot be written: its folder is missing or read-only, or it is a folder itself."
+        )
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -403,6 +408,16 @@ def choose_languages(
         if targets and pair[1] not in targets:
             raise ModelError(f"The model {model} does not translate into {pair[1]}; it knows {', '.join(targets)}.")
     return pair
+
+
+def remarks_on_languages(models: Sequence[str], pair: tuple[str, str]) -> Iterator[str]:
+    """What the user should know where a corpus is read in other languages than those of a model of one pair; corpora may
+    have names of their own for them, so that this is no error."""
+    for model in models:
+        config = load_config(model)
+        own = tuple(getattr(config, f"{side}_language", None) for side in ("source", "target"))
+        if all(isinstance(language, str) for language in own) and own != tuple(pair):
+            yield f"{model} translates {own[0]} into {own[1]}, and the corpus is read as {pair[0]} and {pair[1]}"
 
 
 def known_targets(model: str) -> list[str]:

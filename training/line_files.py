@@ -82,10 +82,13 @@ def open_input(path: Path | None) -> Iterator[LineSource]:
 
 
 @contextmanager
-def open_output(path: Path | None, *, warn: Callable[[str], None]) -> Iterator[BinaryIO]:
+def open_output(path: Path | None, *, warn: Callable[[str], None], source: Path | None = None) -> Iterator[BinaryIO]:
     """Open a file under a temporary name that becomes `path` at the end, or standard output for None.
 
     Where the work ends early, the lines that are done stay under the temporary name, and `warn` is told so.
+
+    Args:
+        source: the file that is read, which must be another one.
 
     Raises:
         LineFileError: the file cannot be written.
@@ -95,6 +98,8 @@ def open_output(path: Path | None, *, warn: Callable[[str], None]) -> Iterator[B
         return
     if path.is_dir():
         raise LineFileError(f"The output {path} is a folder; it must be a file.")
+    if source is not None and path.exists() and path.samefile(source):
+        raise LineFileError(f"The output {path} is the input; it must be another file.")
     partial = path.with_name(path.name + ".partial")
     try:
         stream = partial.open("wb")

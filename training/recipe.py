@@ -243,7 +243,9 @@ def _as_arguments(fields: dict[str, Any], *, overridden: dict[str, Any]) -> list
 
 def _unknown(name: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see relpos train --help."
+    hint = (
+        f"did you mean {nearest[0]}?" if nearest else "python -m relpos.training.run_translation --help lists them all."
+    )
     return f"There is no field {name}; {hint}"
 
 

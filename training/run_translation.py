@@ -174,12 +174,12 @@ def prepare_folder(run: Run) -> None:
     """Leave in `output_dir` nothing but what this run may go on from.
 
     Raises:
-        RecipeError: The folder holds something else, and it is not asked to be overwritten, or is no run's.
+        RecipeError: The folder cannot be written, or holds something else, and it is not asked to be overwritten, or is
+            no run's.
     """
     output_dir = Path(run.training.output_dir)
-    if output_dir.exists() and not output_dir.is_dir():
-        raise RecipeError(f"output_dir={output_dir} is a file.")
-    if run.training.resume_from_checkpoint or not output_dir.is_dir() or not any(output_dir.iterdir()):
+    _make_writable(output_dir)
+    if run.training.resume_from_checkpoint or not any(output_dir.iterdir()):
         return
     has_model = (output_dir / "config.json").is_file() or any(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/config.json"))
     recipe_file = output_dir / RECIPE_FILE
@@ -195,6 +195,17 @@ def prepare_folder(run: Run) -> None:
         _keep_if_same(run, recipe_file, has_model=has_model)
 
 
+def _make_writable(folder: Path) -> None:
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise RecipeError(f"output_dir={folder} is a file.")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecipeError(f"output_dir={folder} cannot be written: {error.strerror}.") from error
+
+
 def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
     output_dir = recipe_file.parent
     earlier = yaml.safe_load(recipe_file.read_text(encoding="utf-8")) or {}
@@ -203,8 +214,8 @@ def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
         field = different[0]
         there, here = (fields.get(field, "not given") for fields in (earlier, run.repeatable))
         raise RecipeError(
-            f"output_dir={output_dir} is not empty: it holds a run of another recipe, in which {field} is {there}, not "
-            f"{here}; choose another folder, or give --overwrite to start anew."
+            f"output_dir={output_dir} is not empty: it holds a run of another recipe, in which {field} is {there}; here it "
+            f"is {here}. Choose another folder, or give --overwrite to start anew."
         )
     if different:
         for name in _BEGINNINGS:

@@ -57,6 +57,15 @@ sys.exit(f"loaded {{loaded}}" if loaded else 0)
     assert "Usage: relpos" in done.stdout
 
 
+def test_a_full_disk_is_one_sentence(learned_model):
+    """On standard output, which `> FILE` makes of any command."""
+    with open("/dev/full", "wb") as full:
+        command = [RELPOS, "translate", str(learned_model), "--max-new-tokens", "2"]
+        done = subprocess.run(command, input=b"a\n" * 3, stdout=full, stderr=subprocess.PIPE, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.decode().endswith("relpos: There is no room for the output: No space left on device.\n")
+
+
 def test_help_and_version_answer_at_once():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown, version = run("--help"), run("--version")

@@ -4,6 +4,7 @@ are `test_pipeline_languages.py`'s."""
 import copy
 import importlib.util
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -460,6 +461,28 @@ def test_a_cut_translation_is_reported(tokenizer, translator, caplog, monkeypatc
 def test_languages_have_no_effect_where_a_model_has_one_pair(trained, tokenizer):
     named = pipeline("translation_en_to_de", model=trained, tokenizer=tokenizer)
     assert texts_of(named(SOURCES)) == texts_of(named(SOURCES, src_lang="xx", tgt_lang="yy")) == TARGETS
+
+
+def test_another_language_than_the_models_is_refused(trained, tokenizer, monkeypatch):
+    monkeypatch.setattr(trained.config, "source_language", "en", raising=False)
+    monkeypatch.setattr(trained.config, "target_language", "de_DE", raising=False)
+    with pytest.raises(ValueError, match="`tgt_lang` is 'fr', and this model has 'de_DE'"):
+        pipeline("translation_en_to_fr", model=trained, tokenizer=tokenizer)
+    translator = pipeline("translation_en_to_de", model=trained, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="`src_lang` is 'de', and this model has 'en'"):
+        translator(SOURCES, src_lang="de")
+    assert texts_of(translator(SOURCES, src_lang="en-GB", tgt_lang="de")) == TARGETS
+
+
+@pytest.mark.parametrize("given", ["call", "pipeline"])
+def test_a_limit_on_new_tokens_is_no_reason_to_warn(trained, tokenizer, caplog, monkeypatch, given):
+    """The model's own `max_length`, as ours are saved with."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(trained.generation_config, "max_length", 512)
+    here, there = ({}, {"max_new_tokens": 2}) if given == "call" else ({"max_new_tokens": 2}, {})
+    translator = pipeline("translation", model=trained, tokenizer=tokenizer, **here)
+    assert translator(SOURCES[0], return_tensors=True, **there)[0]["translation_token_ids"].shape == (3,)
+    assert "max_length" not in caplog.text
 
 
 def test_token_types_do_not_reach_the_model(trained, monkeypatch):

@@ -1,6 +1,7 @@
 """evaluation.py: scores equal to sacreBLEU's, intervals, corpora, and options that are refused."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import sacrebleu
 from rich.console import Console
 
+from relpos.model_cards.figures import PlotError, check_picture
 from relpos.training import evaluation
 from relpos.training.corpus import CorpusError
 from relpos.training.evaluation import EvaluationError
@@ -244,3 +246,27 @@ def test_json_is_whole_or_absent(tmp_path):
         with pytest.raises(EvaluationError, match="cannot be written"):
             evaluation.check_writable(path)
     evaluation.check_writable(file)
+
+
+def test_read_only_folders_are_refused_before_the_work(loaded, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    check = partial(evaluation.check_request, [str(folder)], tokenized=False)
+    check(json=tmp_path / "scores.json", card=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+    with pytest.raises(EvaluationError, match="folder is missing or read-only"):
+        check(json=tmp_path / "scores.json", card=False)
+    with pytest.raises(EvaluationError, match="is read-only, so no scores can be put on its card"):
+        check(json=None, card=True)
+    with pytest.raises(PlotError, match="folder is missing or read-only"):
+        check_picture(tmp_path / "curves.png")
+
+
+def test_a_corpus_in_other_languages_than_the_models_is_remarked(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(loaded.model.config, "source_language", "en")
+    monkeypatch.setattr(loaded.model.config, "target_language", "de")
+    loaded.model.save_pretrained(tmp_path)
+    assert not list(evaluation.remarks_on_languages([str(tmp_path)], ("en", "de")))
+    (remark,) = evaluation.remarks_on_languages([str(tmp_path)], ("en", "fr"))
+    assert remark == f"{tmp_path} translates en into de, and the corpus is read as en and fr"

@@ -124,3 +124,15 @@ def test_paths_that_cannot_be_used(tmp_path):
         pytest.fail("opened")
     with pytest.raises(LineFileError, match="cannot be written"), open_output(tmp_path / "no/out", warn=pytest.fail):
         pytest.fail("opened")
+
+
+def test_the_output_is_not_the_input(tmp_path):
+    text, link = tmp_path / "text", tmp_path / "link"
+    text.write_text("a\n")
+    link.symlink_to(text)
+    for name in (text, link):
+        with pytest.raises(LineFileError, match="is the input"), open_output(name, warn=pytest.fail, source=text):
+            pytest.fail("opened")
+    with open_output(tmp_path / "other", warn=pytest.fail, source=text) as stream:
+        stream.write(b"b\n")
+    assert text.read_text() == "a\n"

@@ -138,12 +138,23 @@ def test_half_a_checkpoint_is_never_taken_for_a_whole_one(corpus, stopped, unint
     assert result(stopped) == uninterrupted
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(corpus):
+    with pytest.raises(RecipeError, match=r"output_dir=.*corpus.*/model cannot be written: Not a directory"):
+        main(arguments(corpus, corpus / "model"))
+
+
 def test_another_recipe_is_refused_with_the_field_that_differs(corpus, stopped, tmp_path):
     before = sorted(path.name for path in stopped.rglob("*"))
-    with pytest.raises(RecipeError, match=r"another recipe, in which dropout is 0\.2, not 0\.3; .* --overwrite"):
+    with pytest.raises(
+        RecipeError, match=r"another recipe, in which dropout is 0\.2; here it is 0\.3\. .* --overwrite"
+    ):
         main(arguments(corpus, stopped, dropout=0.3))
-    with pytest.raises(RecipeError, match="in which seed is not given, not 5"):
+    with pytest.raises(RecipeError, match="in which seed is not given; here it is 5"):
         main(arguments(corpus, stopped, seed=5))
+    given = arguments(corpus, stopped)
+    at = given.index("--dropout")
+    with pytest.raises(RecipeError, match=r"in which dropout is 0\.2; here it is not given"):
+        main(given[:at] + given[at + 2 :])
     changed = tmp_path / "changed.tsv"
     shutil.copy(corpus, changed)
     with pytest.raises(RecipeError, match="in which train_corpus is"):
