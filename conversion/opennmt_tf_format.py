@@ -206,7 +206,7 @@ class OpenNMTTFConverter(Converter):
         subwords = self._subwords or [self._named_subwords(side) for side in _SIDES]
         controls = self._section("source_sequence_controls")
         return RelPosTokenizer(
-            **tokenizer_sides(self._vocabularies, subwords),
+            **tokenizer_sides(self._vocabularies, subwords, ascii_spaces=True),
             add_source_bos=bool(controls.get("start")),
             add_source_eos=bool(controls.get("end")),
             unk_token=_UNK,

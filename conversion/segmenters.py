@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from relpos.training.subwords import load_sentencepiece
@@ -70,27 +70,37 @@ def bpe_codes_segmenter(path: Path, vocabulary: Sequence[str]) -> tuple[Tokenize
         pieces |= dict.fromkeys([*_characters(left + right), left, right, left + right])
     ids = {piece: index for index, piece in enumerate(pieces)}
     segmenter = Tokenizer(models.BPE(ids, merges, end_of_word_suffix="</w>", unk_token="<unk>"))
-    segmenter.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    segmenter.normalizer, segmenter.pre_tokenizer = _strip(), pre_tokenizers.Split(" ", "removed")
     segmenter.decoder = decoders.BPEDecoder(suffix="</w>")
     return segmenter, vocabulary
 
 
-def whitespace_segmenter(vocabulary: Sequence[str]) -> Tokenizer:
-    """The words between spaces: for models whose text was tokenized before it came to the toolkit."""
+def whitespace_segmenter(vocabulary: Sequence[str], *, ascii_spaces: bool = False) -> Tokenizer:
+    """The words between spaces: for models whose text was tokenized before it came to the toolkit.
+
+    Args:
+        vocabulary: The words.
+        ascii_spaces: Split at tabs and line ends, too, as TensorFlow does; otherwise they and all spaces of Unicode are
+            stripped and only U+0020 splits, as in OpenNMT-py.
+    """
     ids = {word: index for index, word in enumerate(dict.fromkeys(["<unk>", *vocabulary]))}
     segmenter = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    segmenter.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    if ascii_spaces:
+        segmenter.pre_tokenizer = pre_tokenizers.Split(Regex(r"[ \t\n\v\f\r]"), "removed")
+    else:
+        segmenter.normalizer, segmenter.pre_tokenizer = _strip(), pre_tokenizers.Split(" ", "removed")
     return segmenter
 
 
 def tokenizer_sides(
-    vocabularies: Sequence[Sequence[str]], subwords: Sequence[Path | None] | None
+    vocabularies: Sequence[Sequence[str]], subwords: Sequence[Path | None] | None, *, ascii_spaces: bool = False
 ) -> dict[str, Tokenizer | list[str]]:
     """Subword models and vocabularies of source and target, as `RelPosTokenizer` takes them.
 
     Args:
         vocabularies: The toolkit's pieces of both sides in the order of their ids.
         subwords: The subword model of each side; None where words come as they stand.
+        ascii_spaces: How such words are told apart, see `whitespace_segmenter`.
 
     Raises:
         ConversionError: A subword model cannot be read.
@@ -100,7 +110,7 @@ def tokenizer_sides(
         if path:
             segmenter, vocabulary = load_segmenter(path, vocabulary)
         else:
-            segmenter = whitespace_segmenter(vocabulary)
+            segmenter = whitespace_segmenter(vocabulary, ascii_spaces=ascii_spaces)
         sides |= {f"{side}_segmenter": segmenter, f"{side}_vocabulary": list(vocabulary)}
     return sides
 
@@ -108,6 +118,11 @@ def tokenizer_sides(
 def looks_segmented(vocabulary: Sequence[str]) -> bool:
     """Whether a vocabulary holds pieces of a subword model: SentencePiece's U+2581 or subword-nmt's "@@"."""
     return any("\u2581" in token or token.endswith("@@") for token in vocabulary)
+
+
+def _strip() -> normalizers.Normalizer:
+    """Python's `str.strip`, which counts four more characters as spaces than `normalizers.Strip`."""
+    return normalizers.Replace(Regex(r"\A[\s\x1c-\x1f]+|[\s\x1c-\x1f]+\z"), "")
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:

@@ -93,7 +93,7 @@ class TestFolder:
     def test_words_as_they_stand(self, tmp_path):
         out = convert_fixture(OPENNMT_TF / "separate_bpe", tmp_path / "out", subwords=())
         tokenizer = AutoTokenizer.from_pretrained(out)
-        tokens = tokenizer.convert_ids_to_tokens(tokenizer("the  file? nosuchword </s>")["input_ids"])
+        tokens = tokenizer.convert_ids_to_tokens(tokenizer("the  file?\tnosuchword </s>\n")["input_ids"])
         assert (tokens[0], tokens[-2:]) == ("the", ["<unk>", "<unk>"])
         assert "must come tokenized as in training" in (out / "README.md").read_text(encoding="utf-8")
 
