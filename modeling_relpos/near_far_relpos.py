@@ -202,9 +202,9 @@ def _step_ahead(steps: torch.Tensor | None, heads: slice, is_causal: bool) -> to
     return None if steps is None or is_causal else of_heads(steps, heads)[:, -1:]
 
 
-def _moved(states: torch.Tensor, step: torch.Tensor | None, factor: float = 1.0) -> torch.Tensor:
+def _moved(states: torch.Tensor, step: torch.Tensor | None, dtype: torch.dtype, factor: float = 1.0) -> torch.Tensor:
     """[heads, n, dim] keys or values as queries far behind them see them."""
-    return states if step is None else torch.add(states, step, alpha=factor).to(states.dtype)
+    return states.to(dtype) if step is None else torch.add(states, step, alpha=factor).to(dtype)
 
 
 class _NearFarAttention(torch.autograd.Function):
@@ -261,7 +261,8 @@ class _NearFarAttention(torch.autograd.Function):
                 k_ahead, v_ahead, d_k_ahead, d_v_ahead = (
                     _step_ahead(steps, some, is_causal) for steps in (*tables[1:], *d_tables.parts[1:])
                 )
-                states_ahead = _moved(k, k_ahead, 1 / scaling), _moved(v, v_ahead)
+                # not in half precision: the log-sum-exp has the exact step, and weights of rounded keys might exceed 1
+                states_ahead = _moved(k, k_ahead, own.dtype, 1 / scaling), _moved(v, v_ahead, own.dtype)
                 for part in far_parts(n, buffers.largest.queries, reach, is_causal):
                     keys, values = states_ahead if part.ahead else (k, v)
                     some_totals = (total[some] for total in totals)
@@ -346,9 +347,8 @@ def _far_backward(part, g, q, k, v, out, lse, scaling, dq, dk, dv) -> tuple[torc
     """Add to the gradients what comes from a part; return that of its keys and values, [heads, groups, tokens, dim]. With
     the output and the log-sum-exps of the whole, the kernel's weights are those of the whole."""
     queries, keys = part.queries.of, part.keys.of
-    found = _FLASH_BACKWARD(
-        queries(g), queries(q), keys(k), keys(v), queries(out), queries(lse), 0.0, is_causal=False, scale=scaling
-    )
+    g, q, out = (queries(states).to(k.dtype) for states in (g, q, out))
+    found = _FLASH_BACKWARD(g, q, keys(k), keys(v), out, queries(lse), 0.0, is_causal=False, scale=scaling)
     for total, piece in zip((queries(dq), keys(dk), keys(dv)), found):
         total.add_(piece)
     return found[1:]

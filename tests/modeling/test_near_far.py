@@ -148,6 +148,20 @@ def test_long_sequences_as_they_are_cut_in_earnest(is_causal, per_head, spans):
     check(problem, is_causal, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_half_precision_where_scores_are_large(dtype):
+    """Keys far ahead have a step added: rounded to half precision, they would have other weights than in the output."""
+    (query, key, value), *tables, _ = make(300, 2, dim=64, dtype=dtype)
+    leaves = [t.detach() for t in (query * 8, key * 8, value, *tables)]
+    found, wanted = (
+        gradients(list(both_ways(copies[:3], *copies[3:], None, False))[1][1], copies)
+        for copies in ([t.to(kind).requires_grad_() for t in leaves] for kind in (dtype, torch.float32))
+    )
+    for name, half, single in zip(("query", "key", "value"), found, wanted):
+        assert (half - single).norm() < 0.04 * single.norm(), name
+    assert (found[2] - wanted[2]).norm() < 0.005 * wanted[2].norm(), "weights are not those of the output"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_other_precisions_are_close_to_float64(dtype, is_causal):
