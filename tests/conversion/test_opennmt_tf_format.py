@@ -222,8 +222,23 @@ class TestDescription:
         text = 'from opennmt import models\nmodel = lambda: models.get_model_from_catalog("{}")\n'
         assert self.read(tmp_path, text.format("TransformerRelative"))["position_encoder_class"] == "None"
         assert self.read(tmp_path, text.format("TransformerBig"))["position_encoder_class"] != "None"
-        with pytest.raises(ConversionError, match="must build one Transformer of OpenNMT-tf; found none"):
+        with pytest.raises(ConversionError, match="must build one Transformer of OpenNMT-tf, as `model`"):
             self.read(tmp_path, text.format("NMTMediumV1"))
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "model = Transformer({})",
+            "model = lambda: opennmt.models.Transformer({})",
+            'def model():\n    """A model."""\n    return Transformer({})',
+            "class M(Transformer):\n    def __init__(self):\n        super().__init__({})\nmodel = M",
+            'class M(Transformer):\n    """A."""\n    def __init__(self):\n        super().__init__({})\n'
+            "    def auto_config(self, replicas=1):\n        return change(super().auto_config())\nmodel = lambda: M()",
+        ],
+    )
+    def test_the_ways_to_build_one(self, tmp_path, text):
+        text = '"""A description."""\nimport opennmt\nfrom opennmt.models import Transformer\n' + text
+        assert self.read(tmp_path, text.format("dropout=0.3"))["dropout"] == "0.3"
 
     def test_positional_arguments(self, tmp_path):
         text = "model = lambda: opennmt.models.Transformer(opennmt.inputters.WordEmbedder(64), CharConvEmbedder(64))"
@@ -236,10 +251,24 @@ class TestDescription:
         [
             ("model = lambda: Transformer(None, None, 6)", "cannot be told without running it"),
             ("model = lambda: Transformer(**options)", "cannot be told without running it"),
-            ("a = Transformer()\nb = Transformer()", "found 2"),
+            ("class M(Transformer): pass\nmodel = lambda: M(num_layers=2)", "cannot be told without running it"),
+            ("model = Transformer()\nmodel = Transformer()", "must build one Transformer"),
+            ("class M(Transformer): pass\nmodel = M", "must build one Transformer"),
+            ("def model(): pass", "must build one Transformer"),
+            ("model = lambda: change(Transformer())", "must build one Transformer"),
             ("model = (", "not a Python file"),
-            ("class M(Transformer):\n    def call(self): ...", "class M .* members of its own"),
-            ("class M(Transformer):\n    call = other", "class M .* members of its own"),
+            ("a = Transformer()\nmodel = Transformer()", "Line 1 "),
+            ("model = Transformer()\nmodel.encoder = None", "Line 2 "),
+            ("import opennmt\nopennmt.layers.LayerNorm = None\nmodel = lambda: Transformer()", "Line 2 "),
+            ("def model():\n    m = Transformer()\n    m.encoder = None\n    return m", "Line 2 "),
+            ("@change\ndef model():\n    return Transformer()", "Line 2 "),
+            ("class M(Mixin, Transformer): pass\nmodel = M", "Line 1 "),
+            ("class M(Transformer):\n    def call(self): ...\nmodel = M", "Line 2 "),
+            ("class M(Transformer):\n    call = other\nmodel = M", "Line 2 "),
+            (
+                "class M(Transformer):\n    def __init__(self):\n        super().__init__()\n        self.encoder = None\nmodel = M",
+                "Line 4 ",
+            ),
         ],
     )
     def test_what_reading_cannot_tell(self, tmp_path, text, match):
