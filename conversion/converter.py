@@ -240,9 +240,19 @@ def require_weights(weights: Mapping[str, torch.Tensor], names: Iterable[str], c
 
 
 def count_layers(weights: Iterable[str], prefix: str) -> int:
-    """How many layers weights have whose names go on with a number, from 0, after a prefix."""
-    numbers = (name[len(prefix) :].partition(".")[0] for name in weights if name.startswith(prefix))
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    """How many layers weights have whose names go on with a number, from 0, after a prefix.
+
+    Raises:
+        ConversionError: A number is missing, or is not written as a number is.
+    """
+    parts = {name[len(prefix) :].partition(".")[0] for name in weights if name.startswith(prefix)}
+    numbers = {part for part in parts if part.isdecimal()}
+    expected = {str(number) for number in range(len(numbers))}
+    if numbers != expected:
+        raise ConversionError(
+            f"The weights {prefix}* must be numbered from 0 to {len(numbers) - 1}, and {min(expected - numbers)} is missing."
+        )
+    return len(numbers)
 
 
 def _look_up(name: str, table: KeyTable, *, ending: str) -> list[str] | None:

@@ -53,9 +53,14 @@ class TestNames:
             rename({"enc.layer_1.attn.qkv.weight": torch.ones(7, 2)}, self.table)
 
     def test_layers_are_counted_by_their_numbers(self):
-        names = ["enc.layer_0.a", "enc.layer_11.a", "enc.layer_norm.a", "dec.layer_20.a"]
+        names = [*(f"enc.layer_{number}.a" for number in range(12)), "enc.layer_norm.a", "dec.layer_20.a"]
         assert count_layers(names, "enc.layer_") == 12
         assert count_layers(names, "other.layer_") == 0
+
+    @pytest.mark.parametrize("numbers", [["0", "999999999"], ["1", "2"], ["0", "01"], ["0", "\u0661"], ["9" * 5000]])
+    def test_numbers_of_layers_without_gaps(self, numbers):
+        with pytest.raises(ConversionError, match=r"enc\.layer_\* must be numbered from 0 to \d, and \d is missing"):
+            count_layers([f"enc.layer_{number}.a" for number in numbers], "enc.layer_")
 
     def test_one_file_serves_both_sides(self):
         assert both_sides("subwords", []) is None
