@@ -9,7 +9,7 @@ import difflib
 import json
 from argparse import SUPPRESS
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -227,18 +227,33 @@ def _read_recipe(name: str, known: list[str], *, extended_by: tuple[Path, ...] =
     return {**_read_recipe(str(extends), known, extended_by=(*extended_by, path)), **content}
 
 
-def _as_arguments(fields: dict[str, Any], *, overridden: dict[str, Any]) -> list[str]:
+def _as_arguments(recipe_fields: dict[str, Any], *, overridden: dict[str, Any]) -> list[str]:
     """The fields of a recipe, written as on the command line."""
     arguments = []
-    for key, value in fields.items():
+    for key, value in recipe_fields.items():
         if key in overridden:
             continue
         if value == _MISSING:
             raise RecipeError(f"{key} must be given: the recipe leaves it to you, as --{key}.")
         if value is not None or key in _config_fields():
             values = value if isinstance(value, list) else [value]
+            _check_text(key, values)
             arguments += [f"--{key}", *(part if isinstance(part, str) else json.dumps(part) for part in values)]
     return arguments
+
+
+def _check_text(name: str, values: list[Any]) -> None:
+    for value in values:
+        if name in _text_fields() and not isinstance(value, str):
+            read = json.dumps(value, default=str)
+            raise RecipeError(f"{name} must be text, but YAML reads {read}; put it in quotes.")
+
+
+def _text_fields() -> set[str]:
+    """Fields of ours that are texts or lists of texts, whatever they look like: Norwegian is "no", a folder "2014"."""
+    return {
+        field.name for group in (ModelArguments, DataArguments) for field in fields(group) if "str" in str(field.type)
+    }
 
 
 def _unknown(name: str, known: list[str]) -> str:
@@ -253,12 +268,16 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
     """The fields on a command line with their values, the last one of each."""
     given: dict[str, list] = {}
     current: list = []
+    read = _value
     for argument in argv:
         if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            current = given[name.replace("-", "_")] = [_value(value)] if equals else []
-        else:
-            current.append(_value(argument))
+            name, equals, argument = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            read = str if name in _text_fields() else _value
+            current = given[name] = []
+            if not equals:
+                continue
+        current.append(read(argument))
     return {name: values[0] if len(values) == 1 else values or True for name, values in given.items()}
 
 

@@ -166,9 +166,22 @@ def test_the_accumulation_reaches_the_tokens_of_a_step():
         ("a: [\n", "not YAML"),
         ("", "fields"),
         ("max_steps: [1, 2]\n", "The value 2"),
+        ("target_lang: no\n", "target_lang must be text, but YAML reads false; put it in quotes"),
+        ("source_lang: 1\n", "source_lang must be text, but YAML reads 1"),
+        ("train_corpus: [a.tsv, 2014-01-01]\n", 'train_corpus must be text, but YAML reads "2014-01-01"'),
     ],
 )
 def test_broken_recipes(tmp_path, content, message):
     (tmp_path / "mine.yaml").write_text(content)
     with pytest.raises(RecipeError, match=message):
         parse(str(tmp_path / "mine.yaml"))
+
+
+def test_what_the_command_line_gives_as_text_is_saved_as_text(tmp_path):
+    run = parse_arguments(
+        ["--output_dir", "out", "--target_lang=no", "--train_corpus", "2014", "en-no=b", "--max_steps", "3"]
+    )
+    assert run.repeatable == {"target_lang": "no", "train_corpus": ["2014", "en-no=b"], "max_steps": 3}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(run.repeatable))
+    again = parse_arguments([str(tmp_path / "recipe.yaml"), "--output_dir", "out"])
+    assert (again.data.target_lang, again.data.train_corpus) == ("no", ["2014", "en-no=b"])
