@@ -65,9 +65,11 @@ def parse_corpora(
         languages: Source and target language of those that do not say.
 
     Raises:
-        CorpusError: The two languages of a corpus are the same, or a hyphen leaves open where the second one starts.
+        CorpusError: The two languages of a corpus are the same, a hyphen leaves open where the second one starts, or of two
+            files one has the ending of the other's language.
     """
     if len(names) == 2 and all(_is_one_side(name, languages) for name in names):
+        _check_order(names, languages)
         return [(languages, tuple(names))]
     corpora = []
     for name in names:
@@ -82,6 +84,17 @@ def parse_corpora(
 def _is_one_side(name: str, languages: tuple[str, str]) -> bool:
     suffix = _suffix(Path(name))
     return suffix not in _ONE_FILE and (suffix == _SGM or suffix[1:] in languages or Path(name).is_file())
+
+
+def _check_order(names: Sequence[str], languages: tuple[str, str]) -> None:
+    """Refuse files that would be read as the other side, which nobody would notice but by the scores."""
+    for name, language in zip(names, languages):
+        path = Path(name.removesuffix(".gz").removesuffix(_SGM))
+        if path.suffix[1:] in languages and path.suffix[1:] != language:
+            source, target = languages
+            raise CorpusError(
+                f"{name} stands where the file in {language} belongs: name the one in {source} first, the one in {target} second."
+            )
 
 
 def read_corpus(

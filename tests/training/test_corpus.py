@@ -264,6 +264,25 @@ def test_several_corpora_are_told_from_the_two_files_of_one(tmp_path):
         parse_corpora(["de-de=c.tsv"], languages=LANGUAGES)
 
 
+@pytest.mark.parametrize(
+    ("names", "wrong", "language"),
+    [
+        (["p.de", "p.en"], "p.de", "en"),
+        (["p.en", "q.en"], "q.en", "de"),
+        (["p.de.gz", "q.txt"], "p.de.gz", "en"),
+        (["q.txt", "p.en"], "p.en", "de"),
+        (["p.de.sgm", "p.en.sgm.gz"], "p.de.sgm", "en"),
+    ],
+)
+def test_files_with_the_ending_of_the_other_language_are_refused(tmp_path, monkeypatch, names, wrong, language):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.txt").touch()
+    with pytest.raises(
+        CorpusError, match=f"{wrong} stands where the file in {language} belongs: name the one in en first"
+    ):
+        parse_corpora(names, languages=LANGUAGES)
+
+
 @pytest.mark.parametrize("languages", [("en", "en"), ("en", ""), ("en", "de", "fr")])
 def test_languages_must_be_two(languages):
     with pytest.raises(CorpusError, match="languages"):
