@@ -9,7 +9,7 @@ from pathlib import Path
 import ctranslate2
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration
 from relpos.conversion import convert, export, load_engine
@@ -147,6 +147,68 @@ def test_the_engine_limits_the_length_and_cuts_no_source(save_model, tmp_path):
     [short] = translate_sentences(engine, ["word " * 400], max_new_tokens=3)
     assert short.source_tokens > 1024
     assert not short.complete
+
+
+class TestEngineSettings:
+    """What a generation config says, in CTranslate2 and in `generate`."""
+
+    TEXTS = ("Save the file.", "Yes", "Delete the row")
+
+    @pytest.fixture
+    def translate_both(self, save_model, tmp_path):
+        """A function: the ids that `generate` and the engine give for a generation config."""
+        folder = save_model()
+        model, tokenizer = load(folder)
+        inputs = tokenizer(list(self.TEXTS), padding=True, return_tensors="pt")
+        start = {"pad_token_id": model.config.pad_token_id, "eos_token_id": model.config.eos_token_id}
+        start |= {"decoder_start_token_id": model.config.decoder_start_token_id, "renormalize_logits": True}
+
+        def translate(**settings):
+            config = GenerationConfig(**{"max_new_tokens": 6, **start, **settings})
+            config.save_pretrained(folder)
+            export(folder, tmp_path / "exported", toolkit="ctranslate2", force=True)
+            engine = load_engine(tmp_path / "exported", engine="ctranslate2")
+            expected = model.generate(**inputs, generation_config=config)
+            return expected.tolist(), engine.model.generate(**inputs, generation_config=config).tolist()
+
+        return translate
+
+    @pytest.mark.parametrize("beams", [1, 4])
+    def test_tokens_that_are_suppressed(self, translate_both, beams):
+        plain, _ = translate_both(num_beams=beams)
+        tokens = plain[0][1:3]
+        for settings in ({"bad_words_ids": [tokens, [1]]}, {"suppress_tokens": tokens}, {"no_repeat_ngram_size": 1}):
+            expected, found = translate_both(num_beams=beams, **settings)
+            assert found == expected != plain
+
+    @pytest.mark.parametrize("beams", [1, 4])
+    @pytest.mark.parametrize("shortest", [{}, {"min_new_tokens": 1}, {"min_new_tokens": 3}, {"min_length": 3}])
+    def test_lengths(self, translate_both, beams, shortest):
+        with_end = {
+            "max_new_tokens": None,
+            "max_length": 5,
+            "suppress_tokens": [0, *range(2, 390)],
+        }  # the end is likely
+        expected, found = translate_both(num_beams=beams, **with_end, **shortest)
+        assert found == expected
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"forced_bos_token_id": 5, "max_time": 1.0}, r"forced_bos_token_id=5 .*; max_time=1\.0 "),
+            ({"do_sample": True}, "do_sample=True .CTranslate2 has nothing like it"),
+            ({"begin_suppress_tokens": [3]}, r"begin_suppress_tokens=\[3\]"),
+            ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\]"),
+            ({"num_beams": 2, "repetition_penalty": 1.5}, r"repetition_penalty=1\.5 with num_beams=2"),
+        ],
+    )
+    def test_what_it_cannot_do_is_refused(self, translate_both, settings, named):
+        with pytest.raises(ConversionError, match=f"generation config of .*exported cannot be expressed: {named}"):
+            translate_both(**settings)
+
+    def test_a_repetition_penalty_of_the_best_token(self, translate_both):
+        expected, found = translate_both(repetition_penalty=1.7)
+        assert found == expected
 
 
 def test_the_longest_training_source_goes_with_it(learned_model, tmp_path):
