@@ -90,11 +90,11 @@ class TranslationTrainingArguments(Seq2SeqTrainingArguments):
             self.load_best_model_at_end = True
         if self.load_best_model_at_end and self.metric_for_best_model is None and self.predict_with_generate:
             self.metric_for_best_model = "bleu"
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # without, the processes of torchrun would not know of one another, and bf16 be refused
         super().__post_init__()
         if self.tokens_per_step is not None:
             self._accumulate_to(self.tokens_per_step)
-        if self.device.type == "cpu":
-            self.dataloader_pin_memory = False  # which PyTorch warns of where there is no accelerator
 
     def _check_early_stopping(self) -> None:
         patience = self.early_stopping_patience

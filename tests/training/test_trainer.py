@@ -77,6 +77,15 @@ def test_the_papers_settings_are_the_defaults(tmp_path):
     assert args.learning_rate == pytest.approx(512**-0.5 * 4000**-0.5, rel=0.01)
 
 
+def test_a_machine_without_accelerator_trains_on_its_cpu(tmp_path, monkeypatch):
+    """Which accelerate must be told, or each process of torchrun takes itself for the only one."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    args = TranslationTrainingArguments(output_dir=str(tmp_path), bf16=True)
+    assert args.use_cpu
+    assert args.device.type == "cpu"
+    assert not args.dataloader_pin_memory
+
+
 def test_training_batches_keep_the_budget_and_build_no_cache(tmp_path, tokenizer):
     model = model_of(tokenizer)
     seen = []
