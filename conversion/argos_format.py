@@ -145,6 +145,8 @@ def _unpack(package: Path, folder: Path) -> Path:
             return folder / root
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
         raise ConversionError(f"The package {package} is not a zip file, or it is damaged: {error}.") from error
+    except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+        raise ConversionError(f"The package {package} is damaged: a file in it has the name of a folder.") from error
 
 
 def _check_member(package: Path, member: zipfile.ZipInfo) -> None:

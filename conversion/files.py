@@ -111,7 +111,7 @@ def check_apart(source: Path, out: Path) -> None:
     taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
     ours, theirs = out.resolve(), source.resolve()
     if taken and (theirs.is_relative_to(ours) or ours.is_relative_to(theirs)):
-        raise ConversionError(f"The output {out} holds {source} or is a part of it; name another output.")
+        raise ConversionError(f"The output {out} would replace {source} or a part of it; name another output.")
 
 
 def _nearest_folder(out: Path) -> Path:

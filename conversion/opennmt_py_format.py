@@ -115,7 +115,9 @@ class OpenNMTPyConverter(Converter):
             if (value := self._options.get(name, allowed[0])) not in allowed
         ]
         distance = self._options.get("max_relative_positions", 0)
-        if distance <= 0:
+        if not isinstance(distance, int):
+            found.append(f"max_relative_positions={distance!r} (not a whole number)")
+        elif distance <= 0:
             found.append(f"max_relative_positions={distance} ({_OTHER_METHODS.get(distance, 'unknown')})")
         heads, kv_heads = self._options.get("heads", 8), self._options.get("num_kv", 0)
         if kv_heads not in (0, heads):
@@ -200,10 +202,17 @@ class OpenNMTPyConverter(Converter):
 
     def _transforms(self) -> list[str]:
         """Names of the transforms that any corpus went through, in the order of the options."""
-        corpora = self._options.get("data")
-        listed = list(self._options.get("transforms") or [])
-        for corpus in corpora.values() if isinstance(corpora, dict) else ():
-            listed += corpus.get("transforms") or []
+        corpora = self._options.get("data") or {}
+        if not isinstance(corpora, dict) or not all(isinstance(corpus, dict) for corpus in corpora.values()):
+            raise ConversionError(f"The checkpoint {self.source} says data={corpora!r}, which must be corpora by name.")
+        listed: list[str] = []
+        for options in (self._options, *corpora.values()):
+            transforms = options.get("transforms") or []
+            if not isinstance(transforms, list):
+                raise ConversionError(
+                    f"The checkpoint {self.source} says transforms={transforms!r}, which must be a list."
+                )
+            listed += transforms
         return list(dict.fromkeys(listed))
 
     def _subword_model(self, index: int) -> Path | None:
@@ -263,8 +272,11 @@ def _explain_pickle(path: Path, error: pickle.UnpicklingError) -> str:
 def _foreign_weights(checkpoint: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
     """Weights by their names in version 3."""
     if "model" in checkpoint:
-        weights = {**checkpoint["model"]}
-        weights |= {f"generator.{name}": tensor for name, tensor in (checkpoint.get("generator") or {}).items()}
+        weights, generator = checkpoint["model"], checkpoint.get("generator") or {}
+        for part in (weights, generator):
+            if not isinstance(part, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in part.values()):
+                raise ConversionError(f"The checkpoint {path} is damaged: its weights must be tensors by name.")
+        weights = weights | {f"generator.{name}": tensor for name, tensor in generator.items()}
     else:
         weights = _load_safetensors(path.with_suffix(".safetensors"), path)
     for old, new in _OLD_NAMES.items():
@@ -297,4 +309,7 @@ def _vocabularies(vocab: Any) -> tuple[list[str], list[str]]:
 
 def _first(rate: Any) -> float:
     """Dropout may follow a schedule, a list of rates; the first is the one it was tuned with."""
-    return float(rate[0] if isinstance(rate, list) else rate)
+    first = rate[0] if isinstance(rate, list) and rate else rate
+    if not isinstance(first, int | float):
+        raise ConversionError(f"The checkpoint says dropout={rate!r}, which must be a rate or a list of rates.")
+    return float(first)

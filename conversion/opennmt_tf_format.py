@@ -90,8 +90,8 @@ _ACTIVATIONS = {
 }
 """By the last two parts of the function's name; OpenNMT-tf's own `gelu` is the approximation by tanh."""
 
-_DECODING = {"beam_width": 4, "length_penalty": 0, "minimum_decoding_length": 0, "maximum_decoding_length": 250}
-"""OpenNMT-tf's defaults."""
+_WHOLE_NUMBERS = {"beam_width": (4, 1), "minimum_decoding_length": (0, 0), "maximum_decoding_length": (250, 1)}
+"""Decoding options with OpenNMT-tf's defaults, and the least that they may be."""
 # Decoding options without a counterpart: where they are not these values, the model card says so.
 _NO_COUNTERPART = {
     "coverage_penalty": 0,
@@ -218,7 +218,13 @@ class OpenNMTTFConverter(Converter):
     def decoding(self) -> Decoding:
         """What the YAML file says, and OpenNMT-tf's defaults for what it does not."""
         params = self._options.get("params") or {}
-        beams, penalty, shortest, longest = (_number_of(params, name, default) for name, default in _DECODING.items())
+        beams, shortest, longest = (_whole_number(params, name, *limits) for name, limits in _WHOLE_NUMBERS.items())
+        if shortest > longest:
+            raise ConversionError(
+                f"The configuration says minimum_decoding_length={shortest}, which must be at most "
+                f"maximum_decoding_length={longest}."
+            )
+        penalty = _length_penalty(params)
         settings = {"num_beams": beams, "length_penalty": float(penalty), "max_length": longest + 1}  # with the start
         if shortest:
             settings["min_new_tokens"] = shortest
@@ -261,7 +267,14 @@ class OpenNMTTFConverter(Converter):
             config = self._section(name)
         if not config:
             return "", {}
-        return (config["type"], config.get("params") or {}) if config.get("type") else ("OpenNMTTokenizer", config)
+        if not config.get("type"):
+            return "OpenNMTTokenizer", config
+        params = config.get("params") or {}
+        if not isinstance(params, dict):
+            raise ConversionError(
+                f"The params of {name} in the configuration {self._config_file} must hold names with values."
+            )
+        return config["type"], params
 
     def _named_subwords(self, side: str) -> Path | None:
         """The SentencePiece model that the configuration names for a side; None where it splits text at spaces."""
@@ -321,10 +334,19 @@ def _sentencepiece_path(kind: str, params: dict[str, Any]) -> str | None:
     return params.get("sp_model_path") if alone else None
 
 
-def _number_of(params: dict[str, Any], name: str, default: float) -> float:
+def _whole_number(params: dict[str, Any], name: str, default: int, least: int) -> int:
     value = params.get(name, default)
+    if type(value) is not int or value < least:  # a bool is an int, too
+        raise ConversionError(
+            f"The configuration says {name}={value!r}, which must be a whole number of at least {least}."
+        )
+    return value
+
+
+def _length_penalty(params: dict[str, Any]) -> float:
+    value = params.get("length_penalty", 0)
     if not isinstance(value, int | float):
-        raise ConversionError(f"The configuration says {name}={value!r}, which must be a number.")
+        raise ConversionError(f"The configuration says length_penalty={value!r}, which must be a number.")
     return value
 
 

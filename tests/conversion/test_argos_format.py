@@ -151,6 +151,8 @@ class TestImportFaults:
             ({"model/model.bin": None}, "model.bin cannot be read"),
             ({"model/model.bin": b"x"}, "is cut off"),
             ({"model/shared_vocabulary.json": None}, "no source_vocabulary.json"),
+            ({"model/a": b"x", "model/a/b": b"x"}, "is damaged: a file in it has the name of a folder"),
+            ({"model/a/b": b"x", "model/a": b"x"}, "is damaged: a file in it has the name of a folder"),
         ],
     )
     def test_what_is_missing_or_damaged(self, repacked, tmp_path, changes, message):

@@ -151,7 +151,7 @@ class TestRegistry:
     def test_force_does_not_replace_the_source(self, tmp_path, write):
         (tmp_path / "config.json").touch()
         for source in (tmp_path, tmp_path / "model"):
-            with pytest.raises(ConversionError, match="or is a part of it; name another output"):
+            with pytest.raises(ConversionError, match="or a part of it; name another output"):
                 write(source, tmp_path, toolkit="ctranslate2", force=True)
         assert (tmp_path / "config.json").exists()
 

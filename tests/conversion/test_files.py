@@ -121,7 +121,7 @@ class TestWholeOrAbsent:
         (source / "part" / "config.json").touch()
         (tmp_path / "link").symlink_to(source)
         for out in (source, tmp_path, source / "part", tmp_path / "link"):
-            with pytest.raises(ConversionError, match=r"holds .*source or is a part of it; name another output"):
+            with pytest.raises(ConversionError, match=r"would replace .*source or a part of it; name another output"):
                 check_apart(source, out)
         for out in (source / "new", tmp_path / "sour", tmp_path / "none"):
             check_apart(source, out)

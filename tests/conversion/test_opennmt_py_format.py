@@ -195,6 +195,33 @@ class TestFaults:
         with pytest.raises(ConversionError, match=r"is inconsistent: .*encoder_attention_heads"):
             write()
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_relative_positions": None}, r"max_relative_positions=None .not a whole number"),
+            ({"max_relative_positions": "6"}, r"max_relative_positions='6' .not a whole number"),
+            ({"dropout": None}, "dropout=None, which must be a rate or a list of rates"),
+            ({"dropout": []}, r"dropout=\[\], which must be a rate or a list of rates"),
+            ({"data": {"c": None}}, "data={'c': None}, which must be corpora by name"),
+            ({"data": "c"}, "data='c', which must be corpora by name"),
+            ({"transforms": "sentencepiece"}, "transforms='sentencepiece', which must be a list"),
+        ],
+    )
+    def test_an_option_of_another_type(self, checkpoint, options, message):
+        content, write = checkpoint
+        vars(content["opt"]).update(options)
+        with pytest.raises(ConversionError, match=message):
+            write()
+
+    @pytest.mark.parametrize(
+        "change", [{"model": None}, {"model": [1]}, {"generator": [1]}, {"model": {"encoder.layer_norm.weight": 3}}]
+    )
+    def test_weights_of_another_type(self, checkpoint, change):
+        content, write = checkpoint
+        content.update(change)
+        with pytest.raises(ConversionError, match="is damaged: its weights must be tensors by name"):
+            write()
+
     def test_a_decoder_is_missing(self, checkpoint):
         content, write = checkpoint
         content["model"] = {name: tensor for name, tensor in content["model"].items() if "decoder.transf" not in name}

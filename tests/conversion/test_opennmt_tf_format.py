@@ -150,9 +150,24 @@ class TestOptions:
         assert "coverage_penalty=0.1" in card
         assert "ranks by the sum of log-probabilities" in card
 
-    def test_a_decoding_option_that_is_no_number(self, run):
-        change_config(run, params={"length_penalty": "high"})
-        self.refused(run, r"length_penalty='high', which must be a number")
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ({"length_penalty": "high"}, "length_penalty='high', which must be a number"),
+            ({"beam_width": 0}, "beam_width=0, which must be a whole number of at least 1"),
+            ({"beam_width": 5.5}, r"beam_width=5\.5, which must be a whole number"),
+            ({"maximum_decoding_length": True}, "maximum_decoding_length=True, which must be a whole number"),
+            ({"minimum_decoding_length": -1}, "minimum_decoding_length=-1, which must be a whole number of at least 0"),
+            ({"minimum_decoding_length": 300}, "=300, which must be at most maximum_decoding_length=250"),
+        ],
+    )
+    def test_decoding_options_that_cannot_be(self, run, params, message):
+        change_config(run, params=params)
+        self.refused(run, message)
+
+    def test_parameters_of_a_tokenization_of_another_type(self, run):
+        change_config(run, data={"source_tokenization": {"type": "SentencePieceTokenizer", "params": [1]}})
+        self.refused(run, "The params of source_tokenization in the configuration .* must hold names with values")
 
     def test_a_start_token_of_sources(self, run):
         change_config(run, data={"source_sequence_controls": {"start": True, "end": False}})
