@@ -5,12 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from relpos.training.loading import LoadedModel
 
 from .converter import refuse
-from .ctranslate2_files import read_options, read_vocabularies
+from .ctranslate2_files import read_options, read_tokenizer, read_vocabularies
 from .ctranslate2_format import import_ctranslate2
 from .files import ConversionError
 
@@ -44,8 +44,8 @@ def load_engine(folder: str | Path, *, threads: int = 0) -> LoadedModel:
         threads: Threads of one translation; 0 leaves the number to CTranslate2.
 
     Raises:
-        ConversionError: `ctranslate2` is not installed, the folder is no such export, CTranslate2 cannot open it, or its
-            generation config asks for what CTranslate2 cannot do (all is named).
+        ConversionError: `ctranslate2` is not installed, the folder is no such export or damaged, or its generation config
+            asks for what CTranslate2 cannot do (all is named).
     """
     path = Path(folder)
     import_ctranslate2()
@@ -54,9 +54,7 @@ def load_engine(folder: str | Path, *, threads: int = 0) -> LoadedModel:
             raise ConversionError(
                 f"The model {folder} holds no {name}; --engine ctranslate2 reads what `relpos export --to ctranslate2` writes."
             )
-    return LoadedModel(
-        model=CTranslate2Model(path, threads=threads), tokenizer=AutoTokenizer.from_pretrained(path), name=str(folder)
-    )
+    return LoadedModel(model=CTranslate2Model(path, threads=threads), tokenizer=read_tokenizer(path), name=str(folder))
 
 
 class CTranslate2Model:

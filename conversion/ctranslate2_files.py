@@ -1,4 +1,5 @@
-"""Reads the files of a CTranslate2 folder: `model.bin`, `config.json` and the vocabularies, without CTranslate2."""
+"""Reads the files of a CTranslate2 folder, without CTranslate2: `model.bin`, `config.json`, the vocabularies, and the
+tokenizer that an export by RelPos has left there."""
 
 import struct
 from dataclasses import dataclass
@@ -6,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .files import ConversionError, read_json, read_lines
 
@@ -143,6 +145,16 @@ def read_options(folder: Path) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConversionError(f"The file {path} must hold an object.")
     return {name: options.get(name, default) for name, default in defaults.items()}
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model; raises ConversionError where its files are missing or damaged."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # damaged files raise KeyError, TypeError, AttributeError and bare Exception, too
+        raise ConversionError(
+            f"The tokenizer in {folder} cannot be opened; its tokenizer.json or tokenizer_config.json is missing or damaged."
+        ) from error
 
 
 def read_vocabularies(folder: Path) -> tuple[list[str], list[str]]:

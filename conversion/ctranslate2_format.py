@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from relpos import RelPosConfig, RelPosForConditionalGeneration, RelPosTokenizer
 
@@ -26,7 +26,7 @@ from .converter import (
     rename,
     require_weights,
 )
-from .ctranslate2_files import plain_name, read_binary, read_options, read_vocabularies
+from .ctranslate2_files import plain_name, read_binary, read_options, read_tokenizer, read_vocabularies
 from .files import ConversionError, new_folder
 from .segmenters import looks_segmented, tokenizer_sides
 
@@ -223,7 +223,7 @@ class CTranslate2Converter(Converter):
         """The tokenizer that an export has left in the folder, where no subword models were named."""
         if self._subwords or not (self.source / "tokenizer_config.json").is_file():
             return None
-        tokenizer = AutoTokenizer.from_pretrained(self.source)
+        tokenizer = read_tokenizer(self.source)
         sizes = [len(vocabulary) for vocabulary in self._vocabularies]
         if _export_vocabularies(tokenizer, *sizes) != self._vocabularies:
             raise ConversionError(

@@ -370,6 +370,16 @@ class TestDamage:
         with pytest.raises(ConversionError, match=message):
             read()
 
+    @pytest.mark.parametrize("text", [None, "", "{", "{}", "[]", "\xff"])
+    def test_a_damaged_tokenizer(self, copy, text):
+        folder, read = copy
+        (folder / "tokenizer.json").unlink()
+        if text is not None:
+            (folder / "tokenizer.json").write_text(text, encoding="latin-1")
+        for opening in (read, lambda: load_engine(folder, engine="ctranslate2")):
+            with pytest.raises(ConversionError, match=r"The tokenizer in .*copy cannot be opened; its tokenizer\.json"):
+                opening()
+
     def test_pieces_without_a_subword_model(self, converted, tmp_path):
         folder = export(converted("shared_sentencepiece"), tmp_path / "copy", toolkit="ctranslate2")
         (folder / "tokenizer_config.json").unlink()
