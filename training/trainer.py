@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, ProgressCallback, Se
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainerState
 from transformers.trainer_pt_utils import nested_gather
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from .batching import TokenBatchSampler, sequence_lengths
 from .checkpoints import flush_to_disk, whole_checkpoints
@@ -136,6 +136,7 @@ class TranslationTrainer(Seq2SeqTrainer):
         if self.args.label_smoothing_factor and self.compute_loss_func is None:
             self.compute_loss_func = partial(smoothed_loss, smoothing=self.args.label_smoothing_factor)
         self._tokens_since, self._since = 0, None
+        self._evaluated = torch.zeros(2, device=self.args.device)  # the sum of the losses of labels, and their number
         self._redirected_to: str | None = None
         self._resumed_from: str | None = None
         for callback in (ProgressCallback, PrinterCallback):
@@ -191,6 +192,35 @@ class TranslationTrainer(Seq2SeqTrainer):
         if self._since is not None:
             self._since += logs.get("eval_runtime", 0.0)
         super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Trainer's own, but for the loss, which is the mean over all labels, as in training. Trainer's is a mean of the
+        batches' means, which is another one for each batch size."""
+        self._evaluated.zero_()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, count = self.accelerator.reduce(self._evaluated).tolist()
+        if count:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / count
+        return output
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
+        """Trainer's own: the loss, predictions and labels of a batch; adds up the loss of its labels and their number."""
+        if "labels" not in inputs:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        labels = inputs["labels"].clone()
+        labels[self._pairs_of_last_batch(len(labels)) :] = -100
+        loss, *outputs = super().prediction_step(model, {**inputs, "labels": labels}, *args, **kwargs)
+        if count := int(labels.ne(-100).sum()):  # the mean of none is no number
+            self._evaluated += torch.tensor([float(loss) * count, count], device=self._evaluated.device)
+        return loss, *outputs
+
+    def _pairs_of_last_batch(self, pairs: int) -> int:
+        """How many pairs of this process's batch are no repeats, with which accelerate fills up the last batches of all
+        processes; Trainer itself drops those of the predictions only once it has gathered them."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return pairs
+        return max(state.remainder - self.args.process_index * pairs, 0)
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of `max_tokens` tokens per side, a share of them on each process."""

@@ -149,6 +149,27 @@ def test_the_smoothed_loss_of_nothing_to_learn_is_zero():
     assert not torch.autograd.grad(loss, logits)[0].any()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("generate", [False, True])
+@torch.no_grad()
+def test_the_validation_loss_is_the_mean_over_all_tokens(tmp_path, tokenizer, smoothing, generate):
+    model = model_of(tokenizer, init_std=0.3).eval()  # so that the losses of short and long pairs differ
+    options = {"label_smoothing_factor": smoothing, "predict_with_generate": generate, "generation_max_length": 3}
+    losses = []
+    for size in (1, 7, 64):  # 50 pairs: with a rest and without
+        trainer = trainer_of(tmp_path, model, tokenizer, per_device_eval_batch_size=size, **options)
+        trainer.compute_metrics = None
+        losses.append(trainer.evaluate()["eval_loss"])
+    total, count = 0, 0
+    for row in rows(tokenizer):
+        inputs = {name: torch.tensor([ids]) for name, ids in row.items()}
+        log_probs = model(**inputs).logits.log_softmax(-1)[0]
+        chosen = log_probs.gather(1, inputs["labels"].T).sum()
+        total -= float((1 - smoothing) * chosen + smoothing * log_probs.mean(-1).sum())
+        count += inputs["labels"].numel()
+    assert losses == pytest.approx([total / count] * 3, rel=1e-5)
+
+
 def train_to(folder, tokenizer, **arguments):
     torch.manual_seed(0)
     trainer = trainer_of(folder, model_of(tokenizer), tokenizer, max_steps=12, **arguments)
