@@ -153,7 +153,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # damaged files raise KeyError, TypeError, AttributeError and bare Exception, too
         raise ConversionError(
-            f"The tokenizer in {folder} cannot be opened; its tokenizer.json or tokenizer_config.json is missing or damaged."
+            f"The tokenizer in {folder} cannot be opened: one of its files is missing or damaged; export the model anew."
         ) from error
 
 
