@@ -7,17 +7,21 @@ line, `FIELD: ???`.
 
 import difflib
 import json
+import math
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from transformers import HfArgumentParser
+from huggingface_hub.errors import StrictDataclassError
+from transformers import HfArgumentParser, get_scheduler
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import relpos
-from relpos.configuration import presets, recipe, recipes
+from relpos.configuration import preset, presets, recipe, recipes
 
 from .corpus import BUNDLED
 from .loading import check_folder
@@ -46,6 +50,15 @@ _OF_THIS_RUN = {
     "hub_model_id",
     "hub_token",
     "hub_private_repo",
+}
+
+
+# Trainer's fields that would be ignored, since batches are cut by tokens.
+_WITHOUT_EFFECT = {
+    "per_device_train_batch_size": "max_tokens, the tokens of a batch",
+    "auto_find_batch_size": "max_tokens, the tokens of a batch, and take less of them where memory runs out",
+    "train_sampling_strategy": "sort_window, the pairs that are sorted by length together",
+    "dataloader_drop_last": "max_tokens, which is the size of the last batch, too",
 }
 
 
@@ -295,21 +308,11 @@ def _check(run: Run) -> None:
         raise RecipeError("output_dir must be given: the folder that the model is written to.")
     if data.source_lang == data.target_lang:
         raise RecipeError(f"source_lang and target_lang must differ, but both are {data.source_lang}.")
-    for name, value in {
-        "max_length": data.max_length,
-        "subword_sentences": data.subword_sentences,
-        "sampling_temperature": data.sampling_temperature,
-        "max_ratio": 1 if data.max_ratio is None else data.max_ratio,
-        "max_tokens": args.max_tokens,
-        "sort_window": args.sort_window,
-        "average_last": args.average_last,
-    }.items():
-        if value < 1:
-            raise RecipeError(f"{name} must be at least 1, not {value}.")
-    if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-        raise RecipeError(f"max_steps must be at least 1, or num_train_epochs above 0, not {args.max_steps}.")
-    if not 0 <= args.label_smoothing_factor < 1:
-        raise RecipeError(f"label_smoothing_factor must be at least 0 and below 1, not {args.label_smoothing_factor}.")
+    for name, use in _WITHOUT_EFFECT.items():
+        if name in run.given:
+            raise RecipeError(f"{name} has no effect, since batches are cut by tokens; use {use}.")
+    _check_numbers(run)
+    _check_names(args)
     if args.fp16 and args.device.type == "cpu":
         raise RecipeError("fp16 needs an accelerator; on a CPU, bf16 is the half precision that works.")
     _check_averaging(args)
@@ -319,12 +322,76 @@ def _check(run: Run) -> None:
         raise RecipeError(
             f"validation_corpus must be given to evaluate on, since eval_strategy is {args.eval_strategy.value}."
         )
-    if run.model.model not in presets():
+    if run.model.model in presets():
+        _check_preset(run.model.model, run.overrides)
+    else:
         if not Path(run.model.model).exists() and "/" not in run.model.model:
             raise RecipeError(
                 f"There is no model {run.model.model}: neither a folder nor one of {', '.join(presets())}."
             )
         check_folder(run.model.model)
+
+
+_AT_LEAST_1 = ("at least 1", lambda value: value >= 1)
+_AT_LEAST_2 = ("at least 2, with the token that a translation starts from", lambda value: value >= 2)
+_AT_LEAST_0 = ("at least 0", lambda value: 0 <= value < math.inf)
+_ABOVE_0 = ("above 0", lambda value: 0 < value < math.inf)
+_BELOW_1 = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+_SEED = ("at least 0 and below 2^32", lambda value: 0 <= value < 2**32)
+# What numbers must be; nan is none of it.
+_NUMBERS = {
+    "max_length": _AT_LEAST_1,
+    "subword_sentences": _AT_LEAST_1,
+    "sampling_temperature": _AT_LEAST_1,
+    "max_ratio": _AT_LEAST_1,
+    "preprocessing_num_workers": _AT_LEAST_0,
+    "max_tokens": _AT_LEAST_1,
+    "sort_window": _AT_LEAST_1,
+    "average_last": _AT_LEAST_1,
+    "gradient_accumulation_steps": _AT_LEAST_1,
+    "per_device_eval_batch_size": _AT_LEAST_1,
+    "generation_num_beams": _AT_LEAST_1,
+    "generation_max_length": _AT_LEAST_2,
+    "dataloader_num_workers": _AT_LEAST_0,
+    "learning_rate": _AT_LEAST_0,
+    "warmup_steps": _AT_LEAST_0,
+    "weight_decay": _AT_LEAST_0,
+    "max_grad_norm": _AT_LEAST_0,
+    "adam_beta1": _BELOW_1,
+    "adam_beta2": _BELOW_1,
+    "adam_epsilon": _ABOVE_0,
+    "label_smoothing_factor": _BELOW_1,
+    "seed": _SEED,
+    "data_seed": _SEED,
+}
+
+
+def _check_numbers(run: Run) -> None:
+    values = {**vars(run.data), **vars(run.training)}
+    for name, (words, allowed) in _NUMBERS.items():
+        if values[name] is not None and not allowed(values[name]):
+            raise RecipeError(f"{name} must be {words}, not {values[name]}.")
+    steps, epochs = run.training.max_steps, run.training.num_train_epochs
+    if steps == 0 or (steps < 0 and not 0 < epochs < math.inf):
+        raise RecipeError(f"max_steps must be at least 1, or num_train_epochs above 0, not {steps} and {epochs}.")
+
+
+def _check_names(args: TranslationTrainingArguments) -> None:
+    """Names that Trainer looks up only once the corpora are prepared, or after the first evaluation."""
+    metrics = ("loss", *(("bleu", "chrf") if args.predict_with_generate else ()))
+    wanted = args.metric_for_best_model
+    if wanted is not None and wanted.removeprefix("eval_") not in metrics:
+        raise RecipeError(f"metric_for_best_model must be one of {', '.join(metrics)}, not {wanted}.")
+    unknown = [name for name in args.report_to if name not in INTEGRATION_TO_CALLBACK]
+    if unknown:
+        known = ", ".join(INTEGRATION_TO_CALLBACK)
+        raise RecipeError(f"report_to must be none, all or some of {known}, not {', '.join(unknown)}.")
+    options = {"scheduler_specific_kwargs": args.lr_scheduler_kwargs, "num_warmup_steps": 1, "num_training_steps": 2}
+    try:
+        get_scheduler(args.lr_scheduler_type, torch.optim.SGD([torch.zeros(1)], lr=1.0), **options)
+    except (ValueError, TypeError) as error:
+        kind = args.lr_scheduler_type.value
+        raise RecipeError(f"lr_scheduler_kwargs do not fit lr_scheduler_type={kind}: {error}.") from error
 
 
 def _check_streaming(data: DataArguments, args: TranslationTrainingArguments) -> None:
@@ -340,11 +407,23 @@ def _check_streaming(data: DataArguments, args: TranslationTrainingArguments) ->
             raise RecipeError(f"streaming does not go with {name}={value}: it must be {default}.")
 
 
+def _check_preset(name: str, overrides: dict[str, Any]) -> None:
+    try:
+        preset(name, **overrides)
+    except (ValueError, StrictDataclassError) as error:
+        raise RecipeError(" ".join(str(error).split())) from error
+
+
 def _check_averaging(args: TranslationTrainingArguments) -> None:
     if args.average_last == 1:
         return
     if args.save_strategy == "no":
         raise RecipeError(f"average_last={args.average_last} needs checkpoints, but save_strategy is no.")
+    if args.save_only_model:
+        raise RecipeError(
+            f"average_last={args.average_last} needs whole checkpoints; leave save_only_model out, and set "
+            "save_total_limit to keep few of them."
+        )
     if args.save_total_limit is not None and args.save_total_limit < args.average_last:
         raise RecipeError(
             f"save_total_limit must be at least average_last={args.average_last}, so that the checkpoints to average "

@@ -153,6 +153,64 @@ def test_fields_that_contradict_one_another(arguments, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("learning_rate", "-1", "at least 0, not -1.0"),
+        ("learning_rate", "nan", "at least 0, not nan"),
+        ("warmup_steps", "nan", "at least 0"),
+        ("weight_decay", "-1", "at least 0"),
+        ("max_grad_norm", "-1", "at least 0"),
+        ("dataloader_num_workers", "-1", "at least 0"),
+        ("preprocessing_num_workers", "-1", "at least 0"),
+        ("adam_beta1", "2", "at least 0 and below 1"),
+        ("adam_beta2", "1", "at least 0 and below 1"),
+        ("adam_epsilon", "0", "above 0"),
+        ("label_smoothing_factor", "nan", "at least 0 and below 1"),
+        ("seed", "-1", r"at least 0 and below 2\^32"),
+        ("data_seed", "4294967296", r"at least 0 and below 2\^32"),
+        ("max_ratio", "nan", "at least 1"),
+        ("gradient_accumulation_steps", "0", "at least 1"),
+        ("per_device_eval_batch_size", "0", "at least 1"),
+        ("generation_num_beams", "0", "at least 1"),
+        ("generation_max_length", "1", "at least 2"),
+        ("metric_for_best_model", "blue", "one of loss, bleu, chrf"),
+        ("report_to", "foo", "none, all or some of .*tensorboard"),
+    ],
+)
+def test_impossible_values(field, value, message):
+    with pytest.raises(RecipeError, match=f"^{field} must be {message}"):
+        parse_arguments(["--output_dir", "out", f"--{field}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_train_epochs", "nan"], "num_train_epochs above 0, not -1 and nan"),
+        (
+            ["--lr_scheduler_type", "cosine_with_min_lr"],
+            "lr_scheduler_kwargs do not fit .*=cosine_with_min_lr: .*min_lr",
+        ),
+        (["--lr_scheduler_kwargs", '{"powr": 2}'], "lr_scheduler_kwargs do not fit .*=inverse_sqrt: .*powr"),
+        (["--no_predict_with_generate", "--metric_for_best_model", "bleu"], "must be one of loss, not bleu"),
+        (["--init_std=-1.0"], "init_std. is -1.0 and must be at least 0"),
+        (["--init_std", "wide"], "init_std.* expected float"),
+        (["--average_last", "3", "--save_only_model", "true"], "average_last=3 needs whole checkpoints"),
+        (["--per_device_train_batch_size", "8"], "per_device_train_batch_size has no effect, .*; use max_tokens"),
+        (
+            ["--train_sampling_strategy", "group_by_length"],
+            "train_sampling_strategy has no effect, .*; use sort_window",
+        ),
+        (["--auto_find_batch_size", "true"], "auto_find_batch_size has no effect, .*; use max_tokens"),
+        (["--dataloader_drop_last", "true"], "dataloader_drop_last has no effect"),
+    ],
+)
+def test_what_training_could_not_do_is_refused_before(arguments, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        parse_arguments(["--output_dir", "out", *arguments])
+    assert "\n" not in str(caught.value)
+
+
 def test_the_accumulation_reaches_the_tokens_of_a_step():
     run = parse_arguments(["--output_dir", "out", "--max_tokens", "1024", "--tokens_per_step", "8192"])
     assert run.training.gradient_accumulation_steps * run.training.world_size == 8
