@@ -204,9 +204,8 @@ class _Parser(HfArgumentParser):
 
     def names(self) -> list[str]:
         """Names of all fields, as a recipe writes them."""
-        return [
-            option[2:] for option in self._option_string_actions if option.startswith("--") and "-" not in option[2:]
-        ]
+        options = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+        return [name for name in options if "-" not in name and not name.startswith("no_")]
 
 
 def _config_fields() -> list[str]:
@@ -287,7 +286,8 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
             name, equals, argument = argument[2:].partition("=")
             name = name.replace("-", "_")
             read = str if name in _text_fields() else _value
-            current = given[name] = []
+            negated = name.startswith("no_")  # --no_FIELD, as argparse adds it to each field that is true by default
+            current = given[name.removeprefix("no_")] = [False] if negated else []
             if not equals:
                 continue
         current.append(read(argument))

@@ -224,6 +224,7 @@ def test_the_accumulation_reaches_the_tokens_of_a_step():
         ("a: [\n", "not YAML"),
         ("", "fields"),
         ("max_steps: [1, 2]\n", "The value 2"),
+        ("no_predict_with_generate: true\n", "no_predict_with_generate; did you mean predict_with_generate"),
         ("target_lang: no\n", "target_lang must be text, but YAML reads false; put it in quotes"),
         ("source_lang: 1\n", "source_lang must be text, but YAML reads 1"),
         ("train_corpus: [a.tsv, 2014-01-01]\n", 'train_corpus must be text, but YAML reads "2014-01-01"'),
@@ -243,3 +244,13 @@ def test_what_the_command_line_gives_as_text_is_saved_as_text(tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(run.repeatable))
     again = parse_arguments([str(tmp_path / "recipe.yaml"), "--output_dir", "out"])
     assert (again.data.target_lang, again.data.train_corpus) == ("no", ["2014", "en-no=b"])
+
+
+@pytest.mark.parametrize("argument", ["--no_predict_with_generate", "--no-predict-with-generate"])
+def test_a_negated_field_is_saved_as_false(tmp_path, argument):
+    (tmp_path / "mine.yaml").write_text("model: tiny\npredict_with_generate: true\n")
+    run = parse_arguments([str(tmp_path / "mine.yaml"), "--output_dir", "out", argument])
+    assert run.repeatable == {"model": "tiny", "predict_with_generate": False}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(run.repeatable))
+    again = parse_arguments([str(tmp_path / "recipe.yaml"), "--output_dir", "out"])
+    assert run.training.predict_with_generate is again.training.predict_with_generate is False
