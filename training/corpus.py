@@ -293,7 +293,7 @@ def _from_lines(
         corpus = Dataset.from_generator(reader, **arguments, split="train")
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__
-        if isinstance(cause, CorpusError):
+        if isinstance(cause, CorpusError | OSError):  # the latter of the disk that is written to
             raise cause from None
         raise
     finally:
@@ -320,6 +320,10 @@ def _json_lines(files: tuple, languages: tuple[str, str]) -> Iterator[dict]:
         try:
             pair = json.loads(line)["translation"]
             texts = [pair[language] for language in languages]
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            half = json.dumps(error.object[error.start])
+            raise CorpusError(f"{path}, line {number}: {half} is half of a surrogate pair, not a character.") from None
         except (ValueError, TypeError, LookupError, RecursionError):
             texts = None
         if texts is None or not all(isinstance(text, str) for text in texts):

@@ -3,6 +3,7 @@ import hashlib
 import json
 import random
 import re
+import resource
 
 import datasets
 import pytest
@@ -102,6 +103,11 @@ def test_the_bundled_corpus_keeps_its_languages_apart():
         ("c.tsv.gz", gzip.compress(random.Random(0).randbytes(9999).hex().encode())[:2000], "truncated gzip"),
         ("c.tsv.gz", b"a\tb\n", "damaged or truncated gzip"),
         ("c.jsonl", b'{"translation": {"en": "a", "de": "b"}}\n{"translation": \n', r"c\.jsonl, line 2: expected"),
+        (
+            "c.jsonl",
+            b'{"translation": {"en": "a", "de": "\\ud800 x"}}\n',
+            r'c\.jsonl, line 1: "\\ud800" is half of a surr',
+        ),
         ("c.jsonl", b'{"translation": {"en": "a", "fr": "b"}}\n', "line 1: .*de"),
         ("c.jsonl", b'{"translation": {"en": "a", "de": null}}\n', "line 1: "),
         ("c.jsonl", b'[{"translation": {"en": "a", "de": "b"}}]\n', "line 1: "),
@@ -114,6 +120,21 @@ def test_damage_is_named_in_one_sentence(tmp_path, name, content, message):
     with pytest.raises(CorpusError, match=message) as caught:
         read_corpus(tmp_path / name, languages=LANGUAGES)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def _full_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.usefixtures("_full_disk")
+def test_what_the_disk_does_not_hold_is_an_error_of_the_system(tmp_path):
+    """Of which training says in one sentence what could not be written."""
+    (tmp_path / "c.tsv").write_text("a\tb\n" * 2000)  # which take more room once they are prepared
+    with pytest.raises(OSError, match="File too large"):
+        read_corpus(tmp_path / "c.tsv", languages=LANGUAGES)
 
 
 def test_unequal_line_counts_are_both_named(tmp_path):
