@@ -82,8 +82,15 @@ class TranslationScores(evaluate.Metric):
         return scores
 
 
-def compute_metrics_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
+def compute_metrics_with(
+    tokenizer: PreTrainedTokenizerBase, references: Sequence[str] | None = None
+) -> Callable[[EvalPrediction], dict[str, float]]:
     """The `compute_metrics` of a Seq2SeqTrainer with `predict_with_generate`.
+
+    Args:
+        tokenizer: The model's.
+        references: The targets of the evaluated set as they are, in its order. Without them, the labels are decoded, which
+            have lost what the vocabulary lacks: the scores are then too good, and not those of the corpus.
 
     What it returns takes token ids [pairs, length] as Trainer collects them: predictions and labels, filled up with
     padding or with -100. It gives bleu, chrf and the mean length of the translations in tokens. TER is for the end: its
@@ -93,8 +100,9 @@ def compute_metrics_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPr
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         ids = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        translations, references = (decode_padded(tokenizer, array) for array in (ids, prediction.label_ids))
-        scores = metric.compute(predictions=translations, references=references, metrics=("bleu", "chrf"))
+        texts = decode_padded(tokenizer, prediction.label_ids) if references is None else list(references)
+        ids = ids[: len(texts)]  # where several processes share a set, its first rows come again at the end
+        scores = metric.compute(predictions=decode_padded(tokenizer, ids), references=texts, metrics=("bleu", "chrf"))
         scores = {name: round(score, 2) for name, score in scores.items() if not isinstance(score, str)}
         special = {tokenizer.pad_token_id, -100}
         return {**scores, "tokens": round(float((~np.isin(ids, list(special))).sum(axis=1).mean()), 1)}

@@ -47,6 +47,7 @@ class TokenizedSets:
 
     train: Dataset | IterableDataset
     validation: Dataset | None
+    """Has a column `reference`, too: the target as it is, since ids have lost what the vocabulary lacks."""
     copies: np.ndarray | None
     """How often each training pair comes in an epoch; None: once."""
 
@@ -168,10 +169,11 @@ def tokenize_corpora(corpora: Corpora, tokenizer: PreTrainedTokenizerBase, data:
     Raises:
         RecipeError: No pair is left to train on.
     """
-    validation = [
-        _tokenize(pairs, tokenizer, languages, num_proc=data.preprocessing_num_workers)
-        for languages, pairs in corpora.validation.items()
-    ]
+    validation = []
+    for languages, pairs in corpora.validation.items():
+        rows = _tokenize(pairs, tokenizer, languages, num_proc=data.preprocessing_num_workers)
+        references = [pair[languages[1]] for pair in pairs["translation"]]
+        validation.append(rows.add_column("reference", references))
     if data.streaming:
         limits = {"max_length": data.max_length, "max_ratio": data.max_ratio}
         encoders = [_encoder(tokenizer, languages) for languages in corpora.train]

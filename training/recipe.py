@@ -152,6 +152,8 @@ class Run:
     """Fields of `RelPosConfig` that differ from the preset or from the saved model."""
     given: dict[str, Any]
     """All fields that were given, by name."""
+    recipe_file: Path | None = None
+    """The YAML file that the fields were read from, where it is none of the package's."""
 
     @property
     def languages(self) -> tuple[str, str]:
@@ -180,7 +182,9 @@ def parse_arguments(argv: Sequence[str]) -> Run:
     for name in _config_fields():
         parser.add_argument(f"--{name}", type=yaml.safe_load, default=SUPPRESS, help="Field of RelPosConfig.")
     argv = list(argv)
+    recipe_file = None
     if argv and not argv[0].startswith("-"):
+        recipe_file = Path(argv[0]) if argv[0] not in recipes() else None
         argv = _as_arguments(_read_recipe(argv[0], parser.names()), overridden=_given(argv[1:])) + argv[1:]
     try:
         *groups, rest = parser.parse_args_into_dataclasses(
@@ -193,7 +197,7 @@ def parse_arguments(argv: Sequence[str]) -> Run:
             raise RecipeError(f"The value {rest[0]} belongs to no field, or is one too many for a field of one value.")
         raise RecipeError(_unknown(rest[0].removeprefix("--").partition("=")[0], parser.names()))
     overrides = vars(groups.pop()) if len(groups) > 3 else {}
-    run = Run(*groups, overrides=overrides, given=_given(argv))
+    run = Run(*groups, overrides=overrides, given=_given(argv), recipe_file=recipe_file)
     _check(run)
     return run
 

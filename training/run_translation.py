@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import (
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
@@ -49,7 +50,7 @@ from .corpus import BUNDLED, BUNDLED_LICENSE, BUNDLED_SOURCE, CorpusError
 from .evaluation import score_translations
 from .loading import ModelError
 from .metric import BLEU, CHRF, compute_metrics_with, decode_padded
-from .preparation import Corpora, load_run_tokenizer, make_tokenizer, read_corpora, tokenize_corpora
+from .preparation import Corpora, TokenizedSets, load_run_tokenizer, make_tokenizer, read_corpora, tokenize_corpora
 from .recipe import RECIPE_FILE, RecipeError, Run, parse_arguments
 from .trainer import (
     SavingError,
@@ -61,6 +62,8 @@ from .trainer import (
     set_generation_defaults,
 )
 
+# Where in its folder an earlier run waits until the new one is known to be possible, and where it goes then.
+_REPLACED, _REMOVED = ".replaced", ".removed"
 # In place of a checkpoint to go on from.
 _FINISHED = "the finished model"
 # What a run has left that was stopped before its first checkpoint.
@@ -126,14 +129,25 @@ def train(run: Run) -> Path:
         if args.should_save:
             print(f"{output_dir} holds the finished model of this recipe already.")
         return output_dir
-    trainer, corpora = make_trainer(run)
+    try:
+        trainer, corpora = make_trainer(run)
+    except BaseException:
+        if args.should_save:
+            _put_back(output_dir)
+        raise
     if checkpoint and not args.resume_from_checkpoint:
         _check_same_batches(checkpoint, trainer)
     if args.should_save:
+        _remove_replaced(output_dir)
         with saving("The recipe", output_dir):
             _write_beginnings(run, trainer.processing_class)
         _announce(trainer, corpora.dropped, checkpoint)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        if args.should_save:
+            _say_where_it_stands(output_dir)
+        raise
     averaged = _average(trainer) if args.average_last > 1 else 1
     scores, results = _validate(trainer) if trainer.eval_dataset else ({}, [])
     with saving("The model", output_dir):
@@ -171,14 +185,16 @@ def _where_to_go_on(args: TranslationTrainingArguments) -> str | None:
 
 
 def prepare_folder(run: Run) -> None:
-    """Leave in `output_dir` nothing but what this run may go on from.
+    """Leave in `output_dir` nothing but what this run may go on from; an earlier run that is to be overwritten is set
+    aside.
 
     Raises:
         RecipeError: The folder cannot be written, or holds something else, and it is not asked to be overwritten, or is
-            no run's.
+            no run's, or holds what this run reads.
     """
     output_dir = Path(run.training.output_dir)
     _make_writable(output_dir)
+    _put_back(output_dir)  # of a start that was killed
     if run.training.resume_from_checkpoint or not any(output_dir.iterdir()):
         return
     has_model = (output_dir / "config.json").is_file() or any(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/config.json"))
@@ -188,7 +204,11 @@ def prepare_folder(run: Run) -> None:
             raise RecipeError(
                 f"output_dir={output_dir} holds no model of an earlier run, so --overwrite does not remove it."
             )
-        shutil.rmtree(output_dir)
+        _refuse_to_replace_inputs(run)
+        aside = output_dir / _REPLACED
+        aside.mkdir()
+        for path in [path for path in output_dir.iterdir() if path != aside]:
+            path.rename(aside / path.name)
     elif not recipe_file.is_file():
         raise RecipeError(f"output_dir={output_dir} is not empty; choose another folder or give --overwrite.")
     else:
@@ -206,9 +226,66 @@ def _make_writable(folder: Path) -> None:
         raise RecipeError(f"output_dir={folder} cannot be written: {error.strerror}.") from error
 
 
+def _refuse_to_replace_inputs(run: Run) -> None:
+    """A model is not trained in its own place, and corpora and recipes of the user are no leftovers of a run."""
+    output_dir = Path(run.training.output_dir).resolve()
+    inputs = {
+        "model": [run.model.model],
+        "tokenizer": [run.model.tokenizer],
+        "train_corpus": run.data.train_corpus or [],
+        "validation_corpus": run.data.validation_corpus or [],
+        "recipe": [run.recipe_file],
+    }
+    for field, names in inputs.items():
+        for name in filter(None, names):
+            path = Path(str(name).rpartition("=")[2]).resolve()
+            # of a pair of files, the name is where both begin
+            exists = path.parent.is_dir() and any(file.name.startswith(path.name) for file in path.parent.iterdir())
+            if exists and path.is_relative_to(output_dir):
+                raise RecipeError(
+                    f"{field}={name} lies in output_dir={run.training.output_dir}, which --overwrite would remove; choose "
+                    "another output_dir."
+                )
+
+
+def _put_back(output_dir: Path) -> None:
+    """Undo that an earlier run was set aside, and finish the removal of one that was to be removed."""
+    shutil.rmtree(output_dir / _REMOVED, ignore_errors=True)
+    aside = output_dir / _REPLACED
+    if aside.is_dir():
+        for path in [*aside.iterdir()]:
+            path.rename(output_dir / path.name)
+        aside.rmdir()
+
+
+def _remove_replaced(output_dir: Path) -> None:
+    """Remove the earlier run that was set aside; renamed first, so that no half of it is put back."""
+    if (output_dir / _REPLACED).is_dir():
+        (output_dir / _REPLACED).rename(output_dir / _REMOVED)
+        shutil.rmtree(output_dir / _REMOVED)
+
+
+def _say_where_it_stands(output_dir: Path) -> None:
+    """After Ctrl-C."""
+    last = next(map(str, reversed(whole_checkpoints(output_dir))), None)
+    stands = f"the same command goes on from {last}" if last else "there is no checkpoint yet to go on from"
+    print(f"\nThe training was stopped; {stands}.", file=sys.stderr)
+
+
+def _read_earlier_recipe(recipe_file: Path) -> dict[str, Any]:
+    try:
+        earlier = yaml.safe_load(recipe_file.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        earlier = None
+    if not isinstance(earlier, dict):
+        raise RecipeError(
+            f"{recipe_file} is no recipe of an earlier run; choose another output_dir, or remove the file."
+        )
+    return earlier
+
+
 def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
-    output_dir = recipe_file.parent
-    earlier = yaml.safe_load(recipe_file.read_text(encoding="utf-8")) or {}
+    output_dir, earlier = recipe_file.parent, _read_earlier_recipe(recipe_file)
     different = [name for name in {**earlier, **run.repeatable} if earlier.get(name) != run.repeatable.get(name)]
     if different and has_model:
         field = different[0]
@@ -217,10 +294,16 @@ def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
             f"output_dir={output_dir} is not empty: it holds a run of another recipe, in which {field} is {there}; here it "
             f"is {here}. Choose another folder, or give --overwrite to start anew."
         )
-    if different:
-        for name in _BEGINNINGS:
-            path = output_dir / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if different and run.recipe_file and run.recipe_file.resolve() == recipe_file.resolve():
+        raise RecipeError(
+            f"The recipe {run.recipe_file} lies in output_dir={output_dir}, where the run writes its own under that name; "
+            "choose another output_dir."
+        )
+    if not whole_checkpoints(output_dir) and not (output_dir / "config.json").is_file():
+        # with the vocabulary, since the corpora or the model to fine-tune may have changed
+        for path in (output_dir / name for name in _BEGINNINGS):
+            if path != recipe_file or different:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
@@ -244,9 +327,13 @@ def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
         eval_dataset=sets.validation,
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-        compute_metrics=compute_metrics_with(tokenizer) if args.predict_with_generate else None,
+        compute_metrics=compute_metrics_with(tokenizer, _references(sets)) if args.predict_with_generate else None,
     )
     return trainer, corpora
+
+
+def _references(sets: TokenizedSets) -> list[str]:
+    return [] if sets.validation is None else list(sets.validation["reference"])
 
 
 def _shared_tokenizer(run: Run, corpora: Corpora) -> PreTrainedTokenizerBase:
@@ -280,7 +367,8 @@ def make_model(run: Run, tokenizer: PreTrainedTokenizerBase, corpora: Corpora) -
             model = AutoModelForSeq2SeqLM.from_config(preset(name, **{**sizes, **special, **run.overrides}))
             set_generation_defaults(model)
         else:
-            model = AutoModelForSeq2SeqLM.from_pretrained(name, **run.overrides)
+            _check_same_vocabulary(run, tokenizer)
+            model = _load(name, run.overrides)
             if model.get_input_embeddings().num_embeddings < size:  # tags of new languages
                 model.resize_token_embeddings(size)
     except (ValueError, OSError) as error:
@@ -288,6 +376,30 @@ def make_model(run: Run, tokenizer: PreTrainedTokenizerBase, corpora: Corpora) -
     for side, names in _languages(corpora, tokenizer).items():
         setattr(model.config, side, names if isinstance(names, str) else None)
     return model
+
+
+def _load(name: str, overrides: dict[str, Any]) -> PreTrainedModel:
+    try:
+        return AutoModelForSeq2SeqLM.from_pretrained(name, **overrides)
+    except RuntimeError as error:  # whose message points to a report that the library has printed
+        fields = ", ".join(overrides) or "its configuration"
+        raise RecipeError(f"model={name} has weights of another shape than {fields} would give it.") from error
+
+
+def _check_same_vocabulary(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse to train a saved model on ids that mean other tokens; tokens that were added at the end may be new."""
+    name, named = run.model.model, run.model.tokenizer
+    if not named or named == name:
+        return
+    try:
+        own, ids = AutoTokenizer.from_pretrained(name).get_vocab(), tokenizer.get_vocab()
+    except (OSError, ValueError):  # a model alone, to which the user has the tokenizer
+        return
+    if any(ids.get(token) != index for token, index in own.items()):
+        raise RecipeError(
+            f"tokenizer={named} has another vocabulary than model={name}, whose embeddings are of its own; leave the field "
+            "out to fine-tune with the model's."
+        )
 
 
 def _languages(corpora: Corpora, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | list[str]]:
@@ -338,6 +450,8 @@ def _average(trainer: TranslationTrainer) -> int:
         trainer.accelerator.wait_for_everyone()
         if args.should_save:
             shutil.rmtree(averaged)
+    if args.should_save and len(checkpoints) < args.average_last:
+        print(f"average_last is {args.average_last}, and checkpoints to average there were {len(checkpoints)}.")
     return len(checkpoints)
 
 
@@ -349,7 +463,9 @@ def _validate(trainer: TranslationTrainer) -> tuple[dict[str, float], list[dict[
     trainer.log(predicted.metrics)
     if not trainer.is_world_process_zero():  # the translations are the same on all
         return predicted.metrics, []
-    sides = [decode_padded(trainer.processing_class, ids) for ids in (predicted.predictions, predicted.label_ids)]
+    references = list(trainer.eval_dataset["reference"])
+    # where several processes share the set, its first rows come again at the end
+    sides = decode_padded(trainer.processing_class, predicted.predictions[: len(references)]), references
     # TER takes long on what a model that is not done repeats without end
     scores = score_translations(*sides, metrics=(BLEU, CHRF))
     beams = trainer.args.generation_num_beams or trainer.model.generation_config.num_beams or 1
@@ -452,3 +568,5 @@ if __name__ == "__main__":
     except (RecipeError, CorpusError, ModelError, AveragingError, SavingError, publishing.PublishError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -38,6 +38,15 @@ def test_a_choice_of_metrics():
         TranslationScores().compute(predictions=["a"], references=["a"], metrics=["rouge"])
 
 
+def test_references_are_taken_as_they_are(tokenizer):
+    """Labels have lost what the vocabulary lacks, here all of it."""
+    ids = padded(tokenizer(HYPOTHESES)["input_ids"], -100)
+    lost = np.full_like(ids, tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.eos_token_id)
+    scores = compute_metrics_with(tokenizer, REFERENCES)(EvalPrediction(predictions=ids, label_ids=lost))
+    expected = TranslationScores().compute(predictions=HYPOTHESES, references=REFERENCES)
+    assert scores["bleu"] == pytest.approx(expected["bleu"], abs=0.01)
+
+
 def padded(rows, fill):
     width = max(map(len, rows)) + 3
     return np.array([row + [fill] * (width - len(row)) for row in rows])

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from relpos.training.corpus import CorpusError
 from relpos.training.recipe import RecipeError
 from relpos.training.run_translation import main
 from relpos.training.trainer import SavingError, TranslationTrainer
@@ -201,6 +202,94 @@ def test_a_run_that_never_saved_gives_way_to_another_recipe(corpus, tmp_path, mo
     assert json.loads((folder / "config.json").read_text())["vocab_size"] <= 410
 
 
+def test_a_run_that_never_saved_makes_its_vocabulary_anew(corpus, letters, tmp_path, monkeypatch):
+    """The corpus has changed under the same name: nothing says so but its text."""
+    own, folder = tmp_path / "own.tsv", tmp_path / "run"
+    shutil.copy(corpus, own)
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TranslationTrainer, "training_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments(own, folder))
+    before = (folder / "tokenizer.json").read_text()
+    own.write_text("".join(f"ω {n} ω ψ\tΩ {n} Ω Ψ\n" for n in range(90)))
+    main(arguments(own, folder, max_steps=1))
+    assert (folder / "tokenizer.json").read_text() != before
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_overwrite_loses_nothing_where_the_new_run_cannot_be(corpus, stopped, tmp_path, monkeypatch):
+    before = contents(stopped)
+    link = tmp_path / "link"
+    link.symlink_to(stopped)
+    for folder in (stopped, link):
+        with pytest.raises(CorpusError):
+            main([*arguments(tmp_path / "typo.tsv", folder), "--overwrite"])
+        assert contents(stopped) == before
+    # killed in between: the next start finds it
+    aside = stopped / ".replaced"
+    aside.mkdir()
+    for path in [path for path in stopped.iterdir() if path != aside]:
+        path.rename(aside / path.name)
+    with pytest.raises(RecipeError, match="another recipe"):
+        main(arguments(corpus, stopped, dropout=0.3))
+    assert contents(stopped) == before
+    main([*arguments(corpus, link), "--overwrite", "--max_steps", "1"])
+    assert link.is_symlink()
+    assert json.loads((stopped / "trainer_state.json").read_text())["global_step"] == 1
+    assert not list(stopped.glob(".re*"))
+    assert not list(stopped.glob("checkpoint-5"))
+
+
+def test_what_a_run_reads_is_not_overwritten(corpus, stopped):
+    own, recipe = stopped / "own.tsv", stopped / "mine.yaml"
+    shutil.copy(corpus, own)
+    recipe.write_text("model: tiny\n")
+    before = contents(stopped)
+    for field, given in {
+        "train_corpus": arguments(own, stopped),
+        "model": arguments(corpus, stopped, model=stopped / "checkpoint-10"),
+        "tokenizer": arguments(corpus, stopped, tokenizer=stopped / "tokenizer.json"),
+        "recipe": [str(recipe), *arguments(corpus, stopped)],
+    }.items():
+        with pytest.raises(RecipeError, match=f"{field}=.* lies in output_dir=.* choose another"):
+            main([*given, "--overwrite"])
+        assert contents(stopped) == before
+
+
+def test_a_recipe_in_the_output_folder_stays_as_it_is(corpus, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    fields = {**FIELDS, "train_corpus": str(corpus), "max_steps": 1, "save_strategy": "'no'"}
+    text = "# mine\n" + "".join(f"{name}: {value}\n" for name, value in fields.items() if name != "save_steps")
+    recipe.write_text(text)
+    for more in ([], ["--seed", "3"]):
+        with pytest.raises(RecipeError, match=r"recipe\.yaml lies in output_dir=.* choose another output_dir"):
+            main([str(recipe), "--output_dir", str(tmp_path), *more])
+        assert recipe.read_text() == text
+    again = main([str(recipe), "--output_dir", str(tmp_path / "out")])
+    (again / "config.json").unlink()  # as if it had been stopped before its first checkpoint
+    main([str(again / "recipe.yaml"), "--output_dir", str(again)])
+    assert (again / "config.json").is_file()
+    recipe.write_bytes(b"- a list\n")
+    with pytest.raises(RecipeError, match="is no recipe of an earlier run"):
+        main(arguments(corpus, tmp_path))
+
+
+def test_ctrl_c_says_what_goes_on(corpus, stopped_at, tmp_path, capsys, monkeypatch):
+    with stopped_at(5):
+        main(arguments(corpus, tmp_path / "run"))
+    assert "the same command goes on from " in capsys.readouterr().err
+    with stopped_at(10):
+        main(arguments(corpus, tmp_path / "run"))
+    assert f"goes on from {tmp_path / 'run' / 'checkpoint-10'}." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stop_at", [6, 12])
 def test_early_stopping_counts_on(corpus, tmp_path, stopped_at, stop_at):
     """With a rate of zero nothing improves: the first of the evaluations is the best, and three more end the run."""
@@ -225,3 +314,6 @@ def test_the_last_checkpoints_are_averaged(corpus, tmp_path, capsys):
         assert (weight == mean.float()).all(), name
     assert not (folder / ".averaged").exists()
     assert "the mean of the last 3 checkpoints" in (folder / "README.md").read_text()
+    capsys.readouterr()
+    main(arguments(corpus, tmp_path / "few", **{**options, "max_steps": 4}))
+    assert "average_last is 3, and checkpoints to average there were 2." in capsys.readouterr().out

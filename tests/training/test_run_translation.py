@@ -2,11 +2,12 @@ import json
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, EvalPrediction, GenerationConfig
 
 from relpos.configuration import preset
 from relpos.modeling_relpos import RelPosAttention
@@ -84,6 +85,45 @@ def test_fine_tuning_goes_on_from_a_folder(trained, corpus, tmp_path):
     assert json.loads((folder / "config.json").read_text())["dropout"] == 0.1
     assert (folder / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(trained).get_vocab()
+
+
+def test_fine_tuning_with_another_vocabulary_or_shape_is_refused(trained, corpus, tmp_path):
+    other = tmp_path / "other.tsv"
+    other.write_text("".join(f"{n} ψ ω\t{n} Ψ Ω\n" for n in range(40)), encoding="utf-8")
+    another = main([*TINY, "--train_corpus", str(other), "--max_steps", "1", "--output_dir", str(tmp_path / "another")])
+    tune = ["finetune", "--model", str(trained), "--train_corpus", str(corpus), "--use_cpu", "true", "--max_steps", "1"]
+    with pytest.raises(RecipeError, match="has another vocabulary than model="):
+        main([*tune, "--output_dir", str(tmp_path / "tuned"), "--tokenizer", str(another)])
+    with pytest.raises(RecipeError, match="weights of another shape"):
+        main([*tune, "--output_dir", str(tmp_path / "tuned"), "--d_model", "32"])
+    main([*tune, "--output_dir", str(tmp_path / "tuned"), "--tokenizer", str(trained)])
+
+
+def test_validation_is_scored_on_the_corpus_as_it_is(corpus, tmp_path):
+    """The references are its text, in the order of the rows, which are sorted."""
+    held_out = tmp_path / "held-out.tsv"
+    held_out.write_text("".join(f"The {n} house.\tDas {n} 家.\n" for n in range(30)), encoding="utf-8")
+    run = parse_arguments(
+        [
+            *TINY,
+            "--train_corpus",
+            str(corpus),
+            "--validation_corpus",
+            str(held_out),
+            "--output_dir",
+            str(tmp_path / "run"),
+        ]
+    )
+    trainer, _ = make_trainer(run)
+    references = trainer.eval_dataset["reference"]
+    assert sorted(references) == sorted(f"Das {n} 家." for n in range(30))
+    sources = trainer.processing_class.batch_decode(list(trainer.eval_dataset["input_ids"]), skip_special_tokens=True)
+    assert [source.split()[1] for source in sources] == [reference.split()[1] for reference in references]
+    right = trainer.processing_class(list(references))["input_ids"]
+    width = max(map(len, right))
+    ids = np.array([row + [-100] * (width - len(row)) for row in right])
+    found = trainer.compute_metrics(EvalPrediction(predictions=ids, label_ids=np.full_like(ids, -100)))
+    assert found["bleu"] == pytest.approx(100), "the labels are not looked at"
 
 
 @pytest.mark.slow
