@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from .allocator import keep_freed_memory
 from .averaging import AveragingError, average_checkpoints
 from .batching import sequence_lengths
 from .checkpoints import whole_checkpoints
-from .corpus import BUNDLED, BUNDLED_LICENSE, BUNDLED_SOURCE, CorpusError
+from .corpus import BUNDLED, BUNDLED_LICENSE, BUNDLED_SOURCE, CorpusError, parse_corpora
 from .evaluation import score_translations
 from .loading import ModelError
 from .metric import BLEU, CHRF, compute_metrics_with, decode_padded
@@ -66,8 +66,8 @@ from .trainer import (
 _REPLACED, _REMOVED = ".replaced", ".removed"
 # In place of a checkpoint to go on from.
 _FINISHED = "the finished model"
-# What a run has left that was stopped before its first checkpoint.
-_BEGINNINGS = (RECIPE_FILE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", ".saving")
+# What a run has left, beside its recipe, that was stopped before its first checkpoint.
+_BEGINNINGS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", ".saving")
 
 
 def main(argv: list[str] | None = None) -> Path:
@@ -130,7 +130,7 @@ def train(run: Run) -> Path:
             print(f"{output_dir} holds the finished model of this recipe already.")
         return output_dir
     try:
-        trainer, corpora = make_trainer(run)
+        trainer, corpora = make_trainer(run, checkpoint)
     except BaseException:
         if args.should_save:
             _put_back(output_dir)
@@ -140,13 +140,15 @@ def train(run: Run) -> Path:
     if args.should_save:
         _remove_replaced(output_dir)
         with saving("The recipe", output_dir):
+            if not checkpoint:
+                _remove_beginnings(output_dir)
             _write_beginnings(run, trainer.processing_class)
         _announce(trainer, corpora.dropped, checkpoint)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         if args.should_save:
-            _say_where_it_stands(output_dir)
+            _say_where_it_stands(run)
         raise
     averaged = _average(trainer) if args.average_last > 1 else 1
     scores, results = _validate(trainer) if trainer.eval_dataset else ({}, [])
@@ -229,23 +231,29 @@ def _make_writable(folder: Path) -> None:
 def _refuse_to_replace_inputs(run: Run) -> None:
     """A model is not trained in its own place, and corpora and recipes of the user are no leftovers of a run."""
     output_dir = Path(run.training.output_dir).resolve()
-    inputs = {
-        "model": [run.model.model],
-        "tokenizer": [run.model.tokenizer],
-        "train_corpus": run.data.train_corpus or [],
-        "validation_corpus": run.data.validation_corpus or [],
-        "recipe": [run.recipe_file],
-    }
-    for field, names in inputs.items():
-        for name in filter(None, names):
-            path = Path(str(name).rpartition("=")[2]).resolve()
-            # of a pair of files, the name is where both begin
-            exists = path.parent.is_dir() and any(file.name.startswith(path.name) for file in path.parent.iterdir())
-            if exists and path.is_relative_to(output_dir):
-                raise RecipeError(
-                    f"{field}={name} lies in output_dir={run.training.output_dir}, which --overwrite would remove; choose "
-                    "another output_dir."
-                )
+    for field, name in _inputs(run):
+        path = Path(name).resolve()
+        # of a pair of files, the name is where both begin
+        exists = path.parent.is_dir() and any(file.name.startswith(path.name) for file in path.parent.iterdir())
+        if exists and path.is_relative_to(output_dir):
+            raise RecipeError(
+                f"{field}={name} lies in output_dir={run.training.output_dir}, which --overwrite would remove; choose "
+                "another output_dir."
+            )
+
+
+def _inputs(run: Run) -> Iterator[tuple[str, str]]:
+    """What a run reads, by the field that names it."""
+    if run.model.model not in presets():
+        yield "model", run.model.model
+    if run.model.tokenizer:
+        yield "tokenizer", run.model.tokenizer
+    if run.recipe_file:
+        yield "recipe", str(run.recipe_file)
+    for field in ("train_corpus", "validation_corpus"):
+        for _, source in parse_corpora(getattr(run.data, field) or [], languages=run.languages):
+            for name in [source] if isinstance(source, str) else source:
+                yield field, name
 
 
 def _put_back(output_dir: Path) -> None:
@@ -265,10 +273,13 @@ def _remove_replaced(output_dir: Path) -> None:
         shutil.rmtree(output_dir / _REMOVED)
 
 
-def _say_where_it_stands(output_dir: Path) -> None:
+def _say_where_it_stands(run: Run) -> None:
     """After Ctrl-C."""
-    last = next(map(str, reversed(whole_checkpoints(output_dir))), None)
-    stands = f"the same command goes on from {last}" if last else "there is no checkpoint yet to go on from"
+    again = {"--overwrite": run.data.overwrite, "--resume_from_checkpoint": run.training.resume_from_checkpoint}
+    without = " and ".join(option for option, given in again.items() if given)
+    last = next(map(str, reversed(whole_checkpoints(run.training.output_dir))), None)
+    command = f"the same command without {without}" if without else "the same command"
+    stands = f"{command} goes on from {last}" if last else "there is no checkpoint yet to go on from"
     print(f"\nThe training was stopped; {stands}.", file=sys.stderr)
 
 
@@ -294,26 +305,29 @@ def _keep_if_same(run: Run, recipe_file: Path, *, has_model: bool) -> None:
             f"output_dir={output_dir} is not empty: it holds a run of another recipe, in which {field} is {there}; here it "
             f"is {here}. Choose another folder, or give --overwrite to start anew."
         )
-    if different and run.recipe_file and run.recipe_file.resolve() == recipe_file.resolve():
+    given = run.recipe_file and run.recipe_file.resolve() == recipe_file.resolve()
+    started = has_model or (output_dir / "tokenizer_config.json").is_file()
+    if (given or different) and not started:
         raise RecipeError(
-            f"The recipe {run.recipe_file} lies in output_dir={output_dir}, where the run writes its own under that name; "
+            f"The recipe {recipe_file} lies in output_dir={output_dir}, where the run writes its own under that name; "
             "choose another output_dir."
         )
-    if not whole_checkpoints(output_dir) and not (output_dir / "config.json").is_file():
-        # with the vocabulary, since the corpora or the model to fine-tune may have changed
-        for path in (output_dir / name for name in _BEGINNINGS):
-            if path != recipe_file or different:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def make_trainer(run: Run) -> tuple[TranslationTrainer, Corpora]:
-    """Everything that a run is trained with, and the pairs that it is trained on."""
+def make_trainer(run: Run, checkpoint: str | None = None) -> tuple[TranslationTrainer, Corpora]:
+    """Everything that a run is trained with, and the pairs that it is trained on.
+
+    Args:
+        run: What is trained.
+        checkpoint: What the run goes on from.
+    """
     args = run.training
+    args.remove_unused_columns = True  # the references, which are no input of the model
     with saving("The prepared corpora", Path(datasets.config.HF_DATASETS_CACHE)):
         with args.main_process_first(desc="reading the corpora"):  # which the others find in the cache
             corpora = read_corpora(run.data)
         set_seed(args.seed)
-        tokenizer = _shared_tokenizer(run, corpora)
+        tokenizer = _shared_tokenizer(run, corpora, checkpoint)
         with args.main_process_first(desc="preparing the data"):
             sets = tokenize_corpora(corpora, tokenizer, run.data)
     model = make_model(run, tokenizer, corpora)
@@ -336,12 +350,15 @@ def _references(sets: TokenizedSets) -> list[str]:
     return [] if sets.validation is None else list(sets.validation["reference"])
 
 
-def _shared_tokenizer(run: Run, corpora: Corpora) -> PreTrainedTokenizerBase:
-    """The tokenizer that the run's folder holds, or a new one: the first process's for all, on whichever machine they are,
-    since two trainings of a vocabulary may differ."""
+def _shared_tokenizer(run: Run, corpora: Corpora, checkpoint: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run that goes on, or a new one: the first process's for all, on whichever machine they are,
+    since two trainings of a vocabulary may differ.
+
+    One that was made before the first checkpoint is made again: the corpora or the model to fine-tune may have changed.
+    """
     tokenizer = None
     if run.training.process_index == 0:
-        tokenizer = load_run_tokenizer(Path(run.training.output_dir))
+        tokenizer = load_run_tokenizer(Path(run.training.output_dir)) if checkpoint else None
         tokenizer = tokenizer or make_tokenizer(run.model, run.data, corpora)
     if run.training.world_size == 1:
         return tokenizer
@@ -382,6 +399,8 @@ def _load(name: str, overrides: dict[str, Any]) -> PreTrainedModel:
     try:
         return AutoModelForSeq2SeqLM.from_pretrained(name, **overrides)
     except RuntimeError as error:  # whose message points to a report that the library has printed
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
         fields = ", ".join(overrides) or "its configuration"
         raise RecipeError(f"model={name} has weights of another shape than {fields} would give it.") from error
 
@@ -427,6 +446,12 @@ def _check_same_batches(checkpoint: str, trainer: TranslationTrainer) -> None:
         )
 
 
+def _remove_beginnings(output_dir: Path) -> None:
+    """The new tokenizer may have fewer files than the one that is there."""
+    for path in (output_dir / name for name in _BEGINNINGS):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def _write_beginnings(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
     """What the same command finds when it is given again: the recipe, and the tokenizer."""
     output_dir = Path(run.training.output_dir)
@@ -451,7 +476,7 @@ def _average(trainer: TranslationTrainer) -> int:
         if args.should_save:
             shutil.rmtree(averaged)
     if args.should_save and len(checkpoints) < args.average_last:
-        print(f"average_last is {args.average_last}, and checkpoints to average there were {len(checkpoints)}.")
+        print(f"There were only {len(checkpoints)} of the average_last={args.average_last} checkpoints to average.")
     return len(checkpoints)
 
 

@@ -215,6 +215,10 @@ def test_a_run_that_never_saved_makes_its_vocabulary_anew(corpus, letters, tmp_p
         with pytest.raises(KeyboardInterrupt):
             main(arguments(own, folder))
     before = (folder / "tokenizer.json").read_text()
+    own.write_text("")
+    with pytest.raises(RecipeError, match="no pair"):
+        main(arguments(own, folder))
+    assert (folder / "tokenizer.json").read_text() == before, "a command that fails removes nothing"
     own.write_text("".join(f"ω {n} ω ψ\tΩ {n} Ω Ψ\n" for n in range(90)))
     main(arguments(own, folder, max_steps=1))
     assert (folder / "tokenizer.json").read_text() != before
@@ -250,10 +254,15 @@ def test_overwrite_loses_nothing_where_the_new_run_cannot_be(corpus, stopped, tm
 def test_what_a_run_reads_is_not_overwritten(corpus, stopped):
     own, recipe = stopped / "own.tsv", stopped / "mine.yaml"
     shutil.copy(corpus, own)
+    odd = stopped / "part=1"
+    odd.mkdir()
+    shutil.copy(corpus, odd)
+    (odd / corpus.name).rename(odd / "own.tsv")
     recipe.write_text("model: tiny\n")
     before = contents(stopped)
     for field, given in {
-        "train_corpus": arguments(own, stopped),
+        "train_corpus": arguments(f"en-de={own}", stopped),
+        "validation_corpus": [*arguments(corpus, stopped), "--validation_corpus", str(odd / "own.tsv")],
         "model": arguments(corpus, stopped, model=stopped / "checkpoint-10"),
         "tokenizer": arguments(corpus, stopped, tokenizer=stopped / "tokenizer.json"),
         "recipe": [str(recipe), *arguments(corpus, stopped)],
@@ -266,12 +275,15 @@ def test_what_a_run_reads_is_not_overwritten(corpus, stopped):
 def test_a_recipe_in_the_output_folder_stays_as_it_is(corpus, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     fields = {**FIELDS, "train_corpus": str(corpus), "max_steps": 1, "save_strategy": "'no'"}
-    text = "# mine\n" + "".join(f"{name}: {value}\n" for name, value in fields.items() if name != "save_steps")
+    text = "# mine\n" + "".join(f"{name}: {value}\n" for name, value in fields.items())
     recipe.write_text(text)
     for more in ([], ["--seed", "3"]):
         with pytest.raises(RecipeError, match=r"recipe\.yaml lies in output_dir=.* choose another output_dir"):
             main([str(recipe), "--output_dir", str(tmp_path), *more])
         assert recipe.read_text() == text
+    with pytest.raises(RecipeError, match=r"recipe\.yaml lies in output_dir="):
+        main(arguments(corpus, tmp_path))
+    assert recipe.read_text() == text
     again = main([str(recipe), "--output_dir", str(tmp_path / "out")])
     (again / "config.json").unlink()  # as if it had been stopped before its first checkpoint
     main([str(again / "recipe.yaml"), "--output_dir", str(again)])
@@ -288,6 +300,9 @@ def test_ctrl_c_says_what_goes_on(corpus, stopped_at, tmp_path, capsys, monkeypa
     with stopped_at(10):
         main(arguments(corpus, tmp_path / "run"))
     assert f"goes on from {tmp_path / 'run' / 'checkpoint-10'}." in capsys.readouterr().err
+    with stopped_at(5):
+        main([*arguments(corpus, tmp_path / "run"), "--overwrite"])
+    assert "the same command without --overwrite goes on from " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop_at", [6, 12])
@@ -316,4 +331,4 @@ def test_the_last_checkpoints_are_averaged(corpus, tmp_path, capsys):
     assert "the mean of the last 3 checkpoints" in (folder / "README.md").read_text()
     capsys.readouterr()
     main(arguments(corpus, tmp_path / "few", **{**options, "max_steps": 4}))
-    assert "average_last is 3, and checkpoints to average there were 2." in capsys.readouterr().out
+    assert "There were only 2 of the average_last=3 checkpoints to average." in capsys.readouterr().out

@@ -112,6 +112,8 @@ def test_validation_is_scored_on_the_corpus_as_it_is(corpus, tmp_path):
             str(held_out),
             "--output_dir",
             str(tmp_path / "run"),
+            "--remove_unused_columns",
+            "false",
         ]
     )
     trainer, _ = make_trainer(run)
@@ -124,6 +126,7 @@ def test_validation_is_scored_on_the_corpus_as_it_is(corpus, tmp_path):
     ids = np.array([row + [-100] * (width - len(row)) for row in right])
     found = trainer.compute_metrics(EvalPrediction(predictions=ids, label_ids=np.full_like(ids, -100)))
     assert found["bleu"] == pytest.approx(100), "the labels are not looked at"
+    assert "eval_bleu" in trainer.evaluate()
 
 
 @pytest.mark.slow
