@@ -216,7 +216,7 @@ def test_a_run_that_never_saved_makes_its_vocabulary_anew(corpus, letters, tmp_p
             main(arguments(own, folder))
     before = (folder / "tokenizer.json").read_text()
     own.write_text("")
-    with pytest.raises(RecipeError, match="no pair"):
+    with pytest.raises(CorpusError, match="is empty"):
         main(arguments(own, folder))
     assert (folder / "tokenizer.json").read_text() == before, "a command that fails removes nothing"
     own.write_text("".join(f"ω {n} ω ψ\tΩ {n} Ω Ψ\n" for n in range(90)))
@@ -256,8 +256,7 @@ def test_what_a_run_reads_is_not_overwritten(corpus, stopped):
     shutil.copy(corpus, own)
     odd = stopped / "part=1"
     odd.mkdir()
-    shutil.copy(corpus, odd)
-    (odd / corpus.name).rename(odd / "own.tsv")
+    shutil.copy(corpus, odd / "own.tsv")
     recipe.write_text("model: tiny\n")
     before = contents(stopped)
     for field, given in {
